@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import WHOLE_STEP, Unsupported
 from . import codec
-from .adapter import MAKES_STEP, RUNS_MODEL, Bare, CallKind, Followed
+from .functions import MAKES_STEP, RUNS_MODEL, Bare, CallKind, Followed
 from .iterators import IteratorTable, RewindIterator
 
 DEPTH = 2

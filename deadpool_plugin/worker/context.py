@@ -18,7 +18,8 @@ from ..comm.store import host_store
 from ..core import local
 from ..errors import Unsupported, present
 from . import saving
-from .adapter import RUNS_MODEL, Adapter, CallKind
+from .adapter import Adapter
+from .functions import RUNS_MODEL, CallKind
 from .link import AgentLink, give_up
 from .proof import Reads
 from .resumable import Tapes

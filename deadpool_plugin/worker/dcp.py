@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import CheckpointLost, GenerationChanged, Unsupported
-from .adapter import Followed
+from .functions import Followed
 from .patching import replace
 from .saving import Flight, FolderSave, SaveCall, Saves, own_flight
 

@@ -23,10 +23,10 @@ from ..core import local
 from ..errors import WHOLE_STEP, Divergence, present
 from ..mirror.arena import SlotPair
 from . import codec, rng
-from .adapter import MAKES_STEP, RUNS_MODEL, CallKind, Followed
 from .calls import RANDOM_STATES
 from .context import Context
 from .file_view import FileView
+from .functions import MAKES_STEP, RUNS_MODEL, CallKind, Followed
 from .iterators import IteratorTable, RewindIterator
 from .live import Live
 from .output import Mute

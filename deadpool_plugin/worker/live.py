@@ -19,9 +19,9 @@ from ..core import local
 from ..errors import WHOLE_STEP, Unsupported
 from ..mirror.arena import SlotPair
 from . import copies, rng, switches
-from .adapter import MAKES_STEP, CallKind, Followed
 from .calls import Call
 from .context import Context
+from .functions import MAKES_STEP, CallKind, Followed
 from .iterators import RewindIterator
 from .output import flush
 from .saving import SaveCall
@@ -106,7 +106,7 @@ class Live:
         self._done(call, followed.outcome(value), read)
         if kind is CallKind.SAVE:
             return value
-        loss = followed.loss(value, self._adapter, self._recovery.results.of)
+        loss = followed.loss(value, self._adapter.loss_of, self._recovery.results.of)
         self._loss = loss if loss is not None else self._loss
         if kind in MAKES_STEP:
             self._cut()

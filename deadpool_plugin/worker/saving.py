@@ -30,9 +30,9 @@ from ..core import local
 from ..transport import linux
 from ..transport.linux import await_end, pidfd_open, pidfd_send_signal
 from . import codec
-from .adapter import CallHandler, CallKind, Followed
 from .copies import structure
 from .folders import Folders
+from .functions import CallHandler, CallKind, Followed
 from .link import AgentLink
 from .output import Mute, reads_data
 from .patching import around, replace, when_imported

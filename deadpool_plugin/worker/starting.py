@@ -17,9 +17,9 @@ from ..core import local
 from ..errors import WHOLE_STEP, Unsupported
 from ..mirror.arena import SlotPair
 from . import codec
-from .adapter import RUNS_MODEL, CallKind
 from .context import Context
 from .file_view import Looks
+from .functions import RUNS_MODEL, CallKind
 from .live import Live
 from .patching import when_imported
 from .staging import Layout

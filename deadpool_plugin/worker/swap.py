@@ -19,9 +19,9 @@ from ..core import local
 from ..errors import GenerationChanged
 from ..mirror.arena import SlotPair
 from . import codec, copies, rng
-from .adapter import MAKES_STEP, CallKind
 from .calls import Call, CallLog, forget
 from .context import Context
+from .functions import MAKES_STEP, CallKind
 from .link import JobEnded, give_up
 from .saving import Flight
 from .staging import Layout, Stager

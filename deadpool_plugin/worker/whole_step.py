@@ -15,8 +15,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import Unsupported
-from .adapter import Adapter, CallKind, Followed
+from .adapter import Adapter
 from .copies import Inputs
+from .functions import CallKind, Followed, LossOf
 from .iterators import POINTER, RewoundByItself
 
 CallOf = Callable[[Adapter, str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -68,7 +69,7 @@ class WholeStep(Followed):
         self._adapter.state.show(visible)
         return value
 
-    def loss(self, value: Any, adapter: Adapter, on_host: Callable[[Any], Any]) -> float | None:
+    def loss(self, value: Any, loss_of: LossOf, on_host: Callable[[Any], Any]) -> float | None:
         """Find the loss in the function's result: a number, the first, or the one so called."""
         value = on_host(value)
         if isinstance(value, dict):

@@ -6,9 +6,9 @@ from support import present
 
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import calls, codec, proof
-from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.calls import Call, CallLog, forget
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
+from deadpool_plugin.worker.functions import CallKind
 
 
 def nothing() -> None:

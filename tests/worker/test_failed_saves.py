@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from deadpool_plugin.core import local
 from deadpool_plugin.errors import GenerationChanged
 from deadpool_plugin.worker import codec, follow, saving
-from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.follow import Follow
+from deadpool_plugin.worker.functions import CallKind
 from deadpool_plugin.worker.proof import Reads
 from deadpool_plugin.worker.starting import Starting
 

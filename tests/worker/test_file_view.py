@@ -9,9 +9,9 @@ from support.stand_in import fake
 
 from deadpool_plugin.errors import Divergence
 from deadpool_plugin.worker import codec
-from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.file_view import FileView, Looks
 from deadpool_plugin.worker.follow import Follow
+from deadpool_plugin.worker.functions import CallKind
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from support.stand_in import fake
 
 from deadpool_plugin.errors import InvariantViolated, Unsupported
-from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.context import Context, available
+from deadpool_plugin.worker.functions import CallKind
 
 
 def adapter(framework):

@@ -16,9 +16,9 @@ from support.zygote import in_zygote
 from deadpool_plugin.comm import collective
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import calls, codec, copies, swap
-from deadpool_plugin.worker.adapter import CallKind, Followed
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX, Inputs
+from deadpool_plugin.worker.functions import CallKind, Followed
 from deadpool_plugin.worker.swap import Recovery
 
 
@@ -300,7 +300,7 @@ class Told(Followed):
     def outcome(self, value: object) -> dict[str, torch.Tensor]:
         return {"norm": self.number}
 
-    def loss(self, value: object, adapter: object, on_host: Callable[[Any], Any]) -> float:
+    def loss(self, value: object, loss_of: object, on_host: Callable[[Any], Any]) -> float:
         return float(on_host(self.number))
 
 

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from deadpool_plugin.errors import Divergence
 from deadpool_plugin.worker import codec, skipping
-from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.calls import Call, CallLog
 from deadpool_plugin.worker.follow import Follow
+from deadpool_plugin.worker.functions import CallKind
 from deadpool_plugin.worker.iterators import RewindIterator
 from deadpool_plugin.worker.proof import WHOLE_BYTES_MAX, Reads, digest
 

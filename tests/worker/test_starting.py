@@ -12,7 +12,7 @@ from deadpool_plugin import plugin
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import local
 from deadpool_plugin.errors import GenerationChanged, Unsupported
-from deadpool_plugin.worker.adapter import CallKind
+from deadpool_plugin.worker.functions import CallKind
 from deadpool_plugin.worker.starting import UNKNOWN_STEPS_MAX, Starting
 
 

@@ -10,8 +10,8 @@ import torch
 import deadpool_plugin
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
-from deadpool_plugin.worker.adapter import CallKind, Followed
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
+from deadpool_plugin.worker.functions import CallKind, Followed
 from deadpool_plugin.worker.resumable import Tapes
 from deadpool_plugin.worker.whole_step import WholeStep, WholeSteps
 
@@ -121,7 +121,7 @@ def test_an_iterator_is_no_argument_unless_it_is_rewound(tmp_path):
     ],
 )  # fmt: skip
 def test_the_loss_is_found_in_what_it_returns(value, loss):
-    assert WholeStep(fake_adapter(), train_step, (), {}).loss(value, fake_adapter(), lambda value: value) == loss
+    assert WholeStep(fake_adapter(), train_step, (), {}).loss(value, lambda value: None, lambda value: value) == loss
 
 
 def test_with_nothing_to_train_or_a_graph_from_outside_it_is_refused():

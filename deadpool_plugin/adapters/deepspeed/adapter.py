@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ...errors import Unsupported, present
-from ...worker.adapter import Adapter, CallHandler
+from ...worker.adapter import Adapter
+from ...worker.functions import CallHandler
 from ...worker.saving import Saves
 from ..common import REMEDY, after_init
 from . import checkpoints, extensions, refusals, zero3

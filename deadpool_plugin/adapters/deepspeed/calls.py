@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ...errors import WHOLE_STEP, Unsupported, present
-from ...worker.adapter import Adapter, CallHandler, CallKind, Followed
+from ...worker.functions import CallHandler, CallKind, Followed, LossOf
 from ..common import Function, in_place_of
 from . import outputs, refusals
 from .cut import Graph, Parts, ScriptsPart, at_rest, cut, output_of, pairs, seed
@@ -222,7 +222,7 @@ class Step(EngineCall):
     def told(self, value: Any) -> Any:
         return [self.outcome(value), self._calls.loss]
 
-    def loss(self, value: Any, adapter: Adapter, on_host: Callable[[Any], Any]) -> float | None:
+    def loss(self, value: Any, loss_of: LossOf, on_host: Callable[[Any], Any]) -> float | None:
         """Return the newest loss, of which the call that steps need not wait another time."""
         return None if self._calls.loss is None else float(on_host(self._calls.loss))
 
@@ -248,7 +248,7 @@ class Batch(EngineCall):
         self.kind = CallKind.STEP if trains else CallKind.FORWARD
         self.given = {"data_iterator": engine.data_iterator if trains and data_iter is None else data_iter}
 
-    def loss(self, value: Any, adapter: Adapter, on_host: Callable[[Any], Any]) -> float | None:
+    def loss(self, value: Any, loss_of: LossOf, on_host: Callable[[Any], Any]) -> float | None:
         training = self._calls.state.engine.module.training
         return float(on_host(value)) if training and value is not None else None
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import Unsupported
-from ...worker.adapter import CallKind
 from ...worker.copies import structure
+from ...worker.functions import CallKind
 from ...worker.saving import SaveCall, Saves, write_beside
 from ..common import Function, in_place_of
 from .calls import Calls, EngineCall

@@ -21,7 +21,8 @@ import torch
 
 from ...errors import WHOLE_STEP, Unsupported, present
 from ...worker import skipping
-from ...worker.adapter import Adapter, Bare, CallHandler, CallKind, Followed
+from ...worker.adapter import Adapter
+from ...worker.functions import Bare, CallHandler, CallKind, Followed
 from ...worker.saving import Saves
 from ..common import REMEDY, Function, after_init, in_place_of
 from . import bookkeeping, refusals, saving

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from ...worker.adapter import Bare, Scalars
+from ...worker.adapter import Scalars
+from ...worker.functions import Bare
 
 Entry = dict[str, Any]
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import Unsupported
-from ...worker.adapter import CallHandler, CallKind, Followed
 from ...worker.copies import structure
+from ...worker.functions import CallHandler, CallKind, Followed
 from ...worker.patching import replace
 from ...worker.saving import Flight, FolderSave, SaveCall, Saves, die_with_trainer, kill_tree
 from ..common import Function, in_place_of
