@@ -81,7 +81,7 @@ def withdraw(output_dir: Path, node: NodeId) -> None:
 
 
 def published(output_dir: Path) -> list[ContactFile]:
-    """All nodes' contacts, the youngest first; what cannot be read is left out."""
+    """Read all nodes' contacts, the youngest first; what cannot be read is left out."""
     found: list[tuple[float, ContactFile]] = []
     for path in (output_dir / CONTACTS_FOLDER).glob("[0-9]*.json"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):

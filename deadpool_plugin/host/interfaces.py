@@ -18,7 +18,7 @@ Found = list[tuple[str, str]]
 
 
 def address_of(said: str, found: Found | None = None) -> str:
-    """This host's address by `said`: the address itself, a network (10.1.0.0/16), or an interface's name (ib0).
+    """Find this host's address by `said`: the address, a network (10.1.0.0/16), or an interface's name (ib0).
 
     Args: found: this host's interfaces and their addresses; None asks the kernel.
     Raises: ConfigError if this host has none.
@@ -61,7 +61,7 @@ def other_network(ours: str, environ: Mapping[str, str], found: Found | None = N
 
 
 def addresses_here() -> Found:
-    """This host's interfaces and their addresses, IPv4 first, without those that mean something on one link only."""
+    """List this host's interfaces and their addresses, IPv4 first, without link-local ones."""
     found = [(name, its) for name, addresses in psutil.net_if_addrs().items() for its in addresses]
     v4, v6 = ([(name, its.address) for name, its in found if its.family == family] for family in _FAMILIES)
     return v4 + [(name, address) for name, address in v6 if "%" not in address]

@@ -142,7 +142,7 @@ class Writer(Lane):
         return self._dropped_bytes + self._launcher._dropped_bytes
 
     def open(self, path: Path) -> int:
-        """A descriptor to `write` to; the file is appended to. Raises: OSError."""
+        """Open a file to append to. Returns: a descriptor to `write` to. Raises: OSError."""
         return appended(path)
 
     def size(self, fd: int) -> int:
@@ -192,7 +192,7 @@ class Writer(Lane):
         self._queue.put(work)
 
     def forward(self, data: bytes) -> None:
-        """To our own standard output. Blocks: never."""
+        """Write to our own standard output. Blocks: never."""
         self._launcher.write(self._pipe, data)
 
     def _not_kept(self, why: str) -> None:
@@ -258,7 +258,7 @@ class Pipe:
         return self._path is not None
 
     def assign(self, path: Path, forward: bool, opened: Callable[[], int] | None = None) -> None:
-        """From now on into `path`; `forward` to our own standard output too.
+        """Write into `path` from now on; `forward` to our own standard output too.
 
         Args: opened: a descriptor of `path`, ours from now on; it may raise OSError, TimeoutError if that is late.
         Blocks: for the file system, without `opened`.

@@ -63,7 +63,7 @@ _decoder = msgspec.json.Decoder(Cut)
 
 
 def cuts_of(folder: Path, node: int | str) -> tuple[Path, Path]:
-    """The two files of the newest cuts on `node`, written in turns."""
+    """Name the two files of the newest cuts on `node`, written in turns."""
     return folder / f"cuts.{node}.0.jsonl", folder / f"cuts.{node}.1.jsonl"
 
 
@@ -119,7 +119,7 @@ class Repeats:
         self._step = max(self._step, step)
 
     def without(self, data: bytes) -> bytes:
-        """The whole lines among what has come so far that are new; after the last repeated one, all of it."""
+        """Return the whole lines so far that are new; after the last repeated one, all of `data`."""
         kept = b"".join(line for line in self._lines.feed(data).splitlines(keepends=True) if not self._drop(line))
         return kept + self._lines.flush() if self.over else kept
 

@@ -47,7 +47,7 @@ class SpareDescriptor:
             self._fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def call(self, work: Callable[[], T]) -> T:
-        """`work()`, for which there is a descriptor unless another thread is quicker. Raises: OSError."""
+        """Do `work`, for which there is a descriptor unless another thread is quicker. Raises: OSError."""
         try:
             return work()
         except OSError as error:
@@ -78,7 +78,7 @@ def _read(path: str) -> bytes:
 
 
 def _stat(pid: int, folder: str = "/proc") -> list[bytes]:
-    """The fields of proc_pid_stat(5) from the third on. Raises: OSError if there is no such process."""
+    """Read the fields of proc_pid_stat(5) from the third on. Raises: OSError if there is no such process."""
     return _read(f"{folder}/{pid}/stat").rpartition(b") ")[2].split()
 
 
@@ -96,7 +96,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 def look(pid: int, folder: str = "/proc") -> ProcessStatus | None:
-    """The status of `pid`, None if there is no such process. Costs about 10 us."""
+    """Read the status of `pid`, None if there is no such process. Costs about 10 us."""
     try:
         fields = _stat(pid, folder)
     except (FileNotFoundError, ProcessLookupError):
@@ -122,7 +122,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def start_time(pid: int) -> int:
-    """When `pid` was started, in clock ticks since boot: with the pid it names a process for good."""
+    """Read when `pid` was started, in clock ticks since boot: with the pid it names a process for good."""
     return int(_stat(pid)[19])
 
 
@@ -131,8 +131,8 @@ def _pids() -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Every process whose parent is `pid`, whichever of its threads that is; ended ones that were not waited for, too.
-    Costs some 10 us for each process of the host."""
+    """Find every process whose parent is `pid`, whichever of its threads that is, zombies included. Costs about 10 us
+    for each process of the host."""
     found = []
     for one in _pids():
         with contextlib.suppress(OSError):  # gone meanwhile
@@ -142,7 +142,7 @@ def children(pid: int) -> list[int]:
 
 
 def job_tag(launcher_pid: int) -> str:
-    """The tag all workers of one launcher share (a prefix of each worker's own)."""
+    """Make the tag all workers of one launcher share (a prefix of each worker's own)."""
     return f"{launcher_pid}.{start_time(launcher_pid)}."
 
 
@@ -170,7 +170,7 @@ def kill_all(look: Callable[[], Iterable[int]]) -> set[int]:
 
 
 def tagged(tag: str) -> list[int]:
-    """Every process whose initial environment carries a tag that begins with `tag`."""
+    """Find every process whose initial environment carries a tag that begins with `tag`."""
     wanted = f"{TAG}={tag}".encode()
     return [pid for pid, found in environments() if found.startswith(wanted) or b"\0" + wanted in found]
 

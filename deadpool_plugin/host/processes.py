@@ -142,7 +142,7 @@ class Processes:
 
 
 def described_exit(exit_code: int) -> str:
-    """An exit code for people."""
+    """Describe an exit code for people."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:

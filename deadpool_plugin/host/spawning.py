@@ -39,7 +39,7 @@ def spawn(
     output: int | None = None,
     pass_fds: Sequence[int] = (),
 ) -> int:
-    """Start `program` as a child that gets `death_signal` when we end; its pid.
+    """Start `program` as a child that gets `death_signal` when we end. Returns: its pid.
 
     Args:
         output: descriptor for its standard output and error; None: ours.
@@ -102,7 +102,7 @@ def reset_affinity() -> None:
 
 
 def reaped() -> Iterator[tuple[int, int]]:
-    """Every child that has ended: its pid, and its exit code as in subprocess."""
+    """Reap every child that has ended: its pid, and its exit code as in subprocess."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             yield ended[0], os.waitstatus_to_exitcode(ended[1])

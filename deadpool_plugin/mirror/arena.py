@@ -69,7 +69,7 @@ def _rounded_up(size: int) -> int:
 
 
 def arena_bytes(header_bytes: int, payload_bytes: int) -> int:
-    """Memory that one SlotPair takes: two slots, a page for what the agent announces, and what the rank issues."""
+    """Return the memory that one SlotPair takes: two slots, a page for the agent, and the flight recorder."""
     return 2 * _slot_bytes(header_bytes, payload_bytes) + PAGE_BYTES + AREA_BYTES
 
 
@@ -98,7 +98,7 @@ class SlotPair:
     def create(
         cls, rank: int, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
     ) -> SlotPair:
-        """New, empty slots whose pages are all in memory; nobody can resize them.
+        """Make empty slots whose pages are all in memory; nobody can resize them.
 
         Args: going_on: called after each TOUCH_BYTES, every few milliseconds; what it raises ends this.
         Raises: MemoryShortage if the kernel gives no memory, descriptor or address space for it.
@@ -130,7 +130,7 @@ class SlotPair:
 
     @classmethod
     def attach(cls, fd: int, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:
-        """The slots behind a descriptor received from the agent; takes the descriptor over.
+        """Map the slots behind a descriptor of the agent's, and take the descriptor over.
 
         Raises: TransportError if it is not an arena of this shape.
         """
@@ -167,14 +167,14 @@ class SlotPair:
         return self._view[start : start + self.header_bytes]
 
     def payload(self, step: int) -> memoryview:
-        """The bytes of the slot of `step`, writable, page-aligned; valid only if `open(step)` says so."""
+        """Return the bytes of the slot of `step`, writable, page-aligned; valid only if `open(step)` says so."""
         invariant(step >= 0, f"snapshots have steps from 0 on, got {step}")
         start = step % 2 * self._slot_bytes + _rounded_up(self.header_bytes)
         return self._view[start : start + self.payload_bytes]
 
     @property
     def announced(self) -> int:
-        """The newest generation of which the agent has said here that it begins; 0 before it has."""
+        """The newest generation that the agent has announced here, 0 before it has."""
         return int(_GENERATION.unpack_from(self._view, 2 * self._slot_bytes)[0])
 
     def announce(self, generation: int) -> None:
@@ -182,7 +182,7 @@ class SlotPair:
 
     @property
     def calls(self) -> memoryview:
-        """The area for the rank's collectives (transport/flight_recorder.py); its process writes there."""
+        """The memory of the rank's flight recorder; its process writes there."""
         start = 2 * self._slot_bytes + PAGE_BYTES
         return self._view[start : start + AREA_BYTES]
 
@@ -212,7 +212,7 @@ class SlotPair:
         area[: _PREFIX.size] = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
 
     def sealed(self, step: int) -> SealedHeader | None:
-        """The verified header of `step`; None if the slot is invalid or holds another step."""
+        """Read and verify the header of `step`; None if the slot is invalid or holds another step."""
         area = self._header(step)
         if len(area) < _PREFIX.size:  # closed
             return None
@@ -226,7 +226,7 @@ class SlotPair:
         return SealedHeader(header, encoded, digest) if (header.rank, header.step) == (self.rank, step) else None
 
     def open(self, step: int) -> SnapshotHeader | None:
-        """The header of snapshot `step` if the slot holds it whole, else None."""
+        """Read the header of snapshot `step`; None if the slot does not hold it whole."""
         sealed = self.sealed(step)
         return sealed.header if sealed else None
 
@@ -244,10 +244,7 @@ class SlotPair:
 
 
 def decode_header(encoded: bytes) -> SnapshotHeader:
-    """A header as it travels.
-
-    Raises: TransportError if it is none.
-    """
+    """Decode a header that has travelled. Raises: TransportError if it is none."""
     try:
         return _decode(encoded)
     except msgspec.MsgspecError as error:

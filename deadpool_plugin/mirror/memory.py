@@ -62,7 +62,7 @@ def _cgroup_budgets(root: Path) -> Iterator[MemoryBudget]:
 
 
 def budgets(root: Path = Path("/")) -> list[MemoryBudget]:
-    """Everything that limits this process's memory, the tightest first."""
+    """Find everything that limits this process's memory, the tightest first."""
     available = _table(root / "proc/meminfo")["MemAvailable"] * 1024
     whole_host = MemoryBudget(available, str(root / "proc/meminfo"), f"MemAvailable {_gib(available)}")
     return sorted([whole_host, *_cgroup_budgets(root)], key=lambda budget: budget.available_bytes)
@@ -122,7 +122,7 @@ class SlotMaker:
     def make(
         self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = goes_on
     ) -> SlotPair:
-        """New slots. Raises: MemoryShortage, what `going_on` raises. Blocks: about 0.6 s per GiB."""
+        """Make slots. Raises: MemoryShortage, what `going_on` raises. Blocks: about 0.6 s per GiB."""
         making = _Making(rank, arena_bytes(header_bytes, payload_bytes))
 
         def touched() -> None:

@@ -126,7 +126,7 @@ class BulkPeer:
         self._drop_stream()
 
     def _try(self, work: Callable[[BulkStream], None]) -> DeadpoolError | None:
-        """Why it failed, if it did; a connection that broke is dropped."""
+        """Return why it failed, if it did; a connection that broke is dropped."""
         try:
             if self._stream is None:
                 self._stream = self._connect()
@@ -163,7 +163,7 @@ class BulkPeer:
         stream.expect(wire.Done)
 
     def _records(self, push: SnapshotPush, history_last: Step) -> list[bytes]:
-        """Records that end at the pushed step and close the peer's gap, as far back as they are held."""
+        """Get records that end at the pushed step and close the peer's gap, as far back as they are held."""
         held_first, held_last = self._store.records.history_range(push.rank)
         if held_last < push.step - 1 or held_first >= push.step or held_first < 0:
             return [push.records]
@@ -201,7 +201,7 @@ class BulkPeer:
 
     @contextmanager
     def _asking(self, request: wire.AnyRequest) -> Iterator[BulkStream]:
-        """A connection whose other end is ready to answer `request`."""
+        """Connect to the peer, which is then ready to answer `request`."""
         stream = self._connect()
         try:
             stream.send(request)
@@ -216,12 +216,12 @@ class BulkPeer:
             return stream.recv_blob()
 
     def get_history(self, rank: Rank, first: Step, last: Step) -> list[bytes]:
-        """Call records of first..last. Raises: TransportError, also if the peer does not hold them all. Blocks."""
+        """Get records of first..last. Raises: TransportError, also if the peer does not hold them all. Blocks."""
         with self._asking(wire.GetHistory(rank, first, last)) as stream:
             return stream.recv_records()
 
     def fetch_header(self, rank: Rank, step: Step) -> tuple[SnapshotHeader, bytes]:
-        """The header of (rank, step), also as bytes for `SlotPair.seal_encoded`. Raises: TransportError. Blocks."""
+        """Get the header of (rank, step), also as bytes for `seal_encoded`. Raises: TransportError. Blocks."""
         with self._asking(wire.GetHeader(rank, step)) as stream:
             encoded = stream.recv_blob()
         header = decode_header(encoded)

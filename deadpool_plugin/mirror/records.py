@@ -73,7 +73,7 @@ class CallHistory:
             self.last = NO_STEP
 
     def get(self, first: Step, last: Step) -> list[bytes]:
-        """The records of first..last, both included. Raises: HistoryPruned if any of them is not held."""
+        """Return the records of first..last, both included. Raises: HistoryPruned if any of them is not held."""
         if first > last:
             return []
         if not self._held or first < self.first or last > self.last:
@@ -86,7 +86,7 @@ class CallHistory:
         return self._records[start : start + last - first + 1]
 
     def upto(self, last: Step) -> CallHistory:
-        """A copy without the steps after `last`. Raises: HistoryPruned if that one is not held."""
+        """Copy all but the steps after `last`. Raises: HistoryPruned if that one is not held."""
         self.get(last, last)
         copy = CallHistory(self._limit_bytes)
         copy._records, copy.held_bytes, copy.last = self._records[self._dropped :], self.held_bytes, self.last
@@ -139,12 +139,12 @@ class CallRecords:
                 history.append(past, record)
 
     def get(self, rank: Rank, first: Step, last: Step) -> list[bytes]:
-        """The records of first..last. Raises: HistoryPruned."""
+        """Return the records of first..last. Raises: HistoryPruned."""
         with self._lock:
             return self._histories.get(rank, _NOTHING).get(first, last)
 
     def history_range(self, rank: Rank) -> tuple[Step, Step]:
-        """First and last step whose records are held (NO_STEP twice if none)."""
+        """Return the first and last step whose records are held (NO_STEP twice if none)."""
         with self._lock:
             history = self._histories.get(rank, _NOTHING)
             return history.first, history.last

@@ -75,7 +75,7 @@ class SnapshotStore:
         return self._generation
 
     def fence(self, generation: Generation) -> None:
-        """From now on writes of generations before `generation` are refused; transfers of them are cut."""
+        """Refuse writes of generations before `generation` from now on, and cut transfers of them."""
         with self._lock:
             if generation <= self._generation:
                 return
@@ -99,7 +99,7 @@ class SnapshotStore:
             self._moved.notify_all()
 
     def await_entry(self, generation: Generation, timeout_s: float) -> None:
-        """Blocks until others may mirror here in `generation`: they may have heard of the decision before this node.
+        """Wait until others may mirror here in `generation`: they may have heard of the decision before this node.
 
         Raises: StaleGeneration; NotEntered after `timeout_s`.
         """
@@ -145,12 +145,12 @@ class SnapshotStore:
         return rank in self._own or rank in self._mirrored or self.records.has_recording(rank)
 
     def ranks(self) -> list[Rank]:
-        """Every rank of which anything is here: few, however many ranks the job has."""
+        """List the ranks of which anything is here: few, however many ranks the job has."""
         with self._lock:
             return sorted({*self._own, *self._mirrored, *self.records.ranks})
 
     def holdings(self) -> tuple[Holding, ...]:
-        """Everything this node can serve now; an own slot that its worker has begun to overwrite is not listed."""
+        """List what this node can serve; an own slot that its worker has begun to overwrite is left out."""
         with self._lock:
             return tuple(
                 self._holdings[rank, step]
@@ -181,7 +181,7 @@ class SnapshotStore:
             del self._holdings[key]
 
     def drop_newer(self, rank: Rank, step: Step) -> None:
-        """A swap rolls back to `step`: forgets later holdings and records; own slots are left to the worker."""
+        """Rolls back to `step`: forgets later holdings and records; own slots are left to the worker."""
         with self._lock:
             self._forget(rank, lambda held: held > step)
             self.records.truncate(rank, step)
@@ -199,7 +199,7 @@ class SnapshotStore:
         return self._own.pop(rank, None), self._mirrored.pop(rank, None)
 
     def readable(self, rank: Rank, step: Step, *, payload: bool) -> Snapshot:
-        """Snapshot (rank, step), its payload only if asked. Raises: NotHeld."""
+        """Get snapshot (rank, step) to read it, its payload only if asked. Raises: NotHeld."""
         with self._lock:
             holding, pair = self._holdings.get((rank, step)), self._pair(rank)
             sealed = pair.sealed(step) if pair is not None else None
@@ -210,7 +210,7 @@ class SnapshotStore:
             return Snapshot(pair, *sealed, pair.payload(step)[:size])
 
     def on_corrupt(self, tell: Callable[[Rank, Step], None]) -> None:
-        """`tell(rank, step)` for every snapshot found corrupt, which is no holding any more. Thread: any."""
+        """Call `tell(rank, step)` for every snapshot found corrupt, which is no holding any more. Thread: any."""
         self._on_corrupt.append(tell)
 
     def check_read(self, read: Snapshot, sums: tuple[Digest, ...]) -> None:
@@ -253,7 +253,7 @@ class SnapshotStore:
     def create_own(
         self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = goes_on
     ) -> SlotPair:
-        """`make_own` for a rank that runs on this node: its descriptor goes to the worker. Replaces what was held."""
+        """Do `make_own` for a rank that runs on this node (its worker gets the descriptor). Replaces what was held."""
         pair = self.make_own(rank, header_bytes, payload_bytes, going_on)
         with self._lock:
             old = self._become_own(pair)
@@ -263,7 +263,7 @@ class SnapshotStore:
     def make_own(
         self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = goes_on
     ) -> SlotPair:
-        """Slots for `adopt_own`: the prepared ones, also if they are still being made, or new ones. They belong to
+        """Get slots for `adopt_own`: the prepared ones, also if they are still being made, or new ones. They belong to
         the caller until it has them adopted, or puts them back.
 
         Args: going_on: called again and again while new ones are made; what it raises ends that.
@@ -279,13 +279,13 @@ class SnapshotStore:
             return self.maker.make(rank, header_bytes, payload_bytes, going_on)
 
     def _maker(self, rank: Rank) -> threading.Lock:
-        """The lock for making own slots of `rank`: two makers would take their memory twice."""
+        """Return the lock for making own slots of `rank`: two makers would take their memory twice."""
         with self._lock:
             return self._makers.setdefault(rank, threading.Lock())
 
     def adopt_own(self, pair: SlotPair, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
-        """Slots with `step` in them become their rank's own. At every moment either they or the mirror they
-        replace is held.
+        """Make slots with `step` in them their rank's own. At every moment either they or the mirror they replace is
+        held.
 
         Raises: StaleGeneration; TransportError if they do not hold it. Nothing has changed then.
         """
@@ -305,7 +305,7 @@ class SnapshotStore:
         return old
 
     def prepare_own(self, rank: Rank, header_bytes: int, payload_bytes: int) -> None:
-        """Slots for a rank this node may take over, made now because the first touch takes long. Nothing is held yet.
+        """Make slots for a rank this node may take over, because the first touch takes long. They hold nothing yet.
 
         Raises, Blocks: as `make_own`.
         """
@@ -313,7 +313,7 @@ class SnapshotStore:
             self.put_back(self.maker.make(rank, header_bytes, payload_bytes))
 
     def put_back(self, pair: SlotPair) -> None:
-        """Slots of the caller's that hold nothing: for whoever makes own ones next, unless their rank has some."""
+        """Keep the caller's slots, which hold nothing, for the next `make_own`, unless their rank has some."""
         with self._lock:
             unused = pair if pair.rank in self._own else self._prepared.get(pair.rank)
             if unused is not pair:
@@ -349,7 +349,7 @@ class SnapshotStore:
         payload_bytes: int,
         going_on: Callable[[], None] = goes_on,
     ) -> SlotPair:
-        """Slots of at least this size, the one of `step` emptied; the caller is `writing`.
+        """Get mirror slots of at least this size, the one of `step` emptied; the caller is `writing`.
 
         Args: going_on: called again and again while slots are made; what it raises ends that.
         Raises: StaleGeneration, MemoryShortage; TransportError for a rank of this node.
@@ -424,7 +424,7 @@ class SnapshotStore:
         return holding
 
     def already_mirrored(self, rank: Rank, step: Step, digest: int, payload: bool) -> Holding | None:
-        """The holding, if just this snapshot (by its header's digest) is mirrored here already."""
+        """Return the holding, if just this snapshot (by its header's digest) is mirrored here already."""
         with self._lock:
             holding, pair = self._holdings.get((rank, step)), self._mirrored.get(rank)
             if holding is None or pair is None or (payload and not holding.payload):

@@ -149,7 +149,7 @@ class InAnotherGeneration(RefusedByPeer):
 
 
 def lower_priority() -> None:
-    """Puts the calling thread behind everything that trains or beats hearts."""
+    """Puts the calling thread behind training and heartbeats."""
     with contextlib.suppress(PermissionError):  # the whole job is nicer than that already
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
@@ -172,7 +172,7 @@ class BulkStream:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def _limit_s(self, size: int) -> float:
-        """How long `size` bytes may take: what counts is all of them, not each system call."""
+        """Return how long `size` bytes may take: what counts is all of them, not each system call."""
         return self._silent_after_s + size / SLOWEST_BYTES_PER_S
 
     def _recv_exact(self, view: memoryview, *, idle: bool = False) -> None:
@@ -196,7 +196,7 @@ class BulkStream:
             deadline = deadline or time.monotonic() + self._limit_s(len(view))
 
     def _send_exact(self, view: memoryview, *, more: bool = False) -> None:
-        """`more`: something follows at once, do not wake the other end for this."""
+        """Send all of `view`. `more`: something follows at once, do not wake the other end for this."""
         start, flags = 0, socket.MSG_MORE if more else 0
         deadline = time.monotonic() + self._limit_s(len(view))
         try:
@@ -222,7 +222,7 @@ class BulkStream:
         self._send_exact(memoryview(prefix + body), more=more)
 
     def recv(self, kind: type[T] | Any, *, idle: bool = False) -> T:
-        """The next message; `idle` waits for it as long as the connection lives."""
+        """Receive a message; `idle` waits for it as long as the connection lives."""
         prefix = bytearray(_PREFIX.size)
         self._recv_exact(memoryview(prefix), idle=idle)
         magic, length, digest = _PREFIX.unpack(prefix)
@@ -240,7 +240,7 @@ class BulkStream:
             raise CorruptFrame(f"{self.address}: {why_unreadable(error, body, kind)}") from error
 
     def expect(self, *kinds: type[T]) -> T:
-        """The reply, which must be of one of these kinds. Blocks: as long as the other end says Wait in time.
+        """Receive a reply, which must be of one of these kinds. Blocks: as long as the other end says Wait in time.
 
         Raises: RefusedByPeer with the other side's reason, InAnotherGeneration if it is that.
         """
@@ -264,7 +264,7 @@ class BulkStream:
         return self._recv_checked(blob.size, blob.digest)
 
     def send_records(self, records: Sequence[bytes], *, more: bool = False) -> None:
-        """Call records in as many blobs as they need, each with whether another one follows."""
+        """Send call records in as many blobs as they need, each with whether another one follows."""
         while len(records) > (fitting := how_many_fit(records)):
             self.send_blob(msgspec.msgpack.encode((True, records[:fitting])), more=True)
             records = records[fitting:]
@@ -280,7 +280,7 @@ class BulkStream:
         return records
 
     def send_payload(self, view: memoryview, check: Callable[[Sums], None]) -> None:
-        """A payload, and Sealed; or Abandoned, if `check` of its checksums raises once all is sent.
+        """Send a payload, and Sealed; or Abandoned, if `check` of its checksums raises once all is sent.
 
         Raises: what `check` did.
         """
@@ -325,13 +325,13 @@ class BulkStream:
 
 
 def frame_sums(payload: memoryview) -> Sums:
-    """Blocks: about 0.05 s per GB."""
+    """Compute the checksums of a payload's frames. Blocks: about 0.05 s per GB."""
     offsets = range(0, len(payload), FRAME_BYTES)
     return tuple(xxhash.xxh3_64_intdigest(payload[offset : offset + FRAME_BYTES]) for offset in offsets)
 
 
 def how_many_fit(records: Sequence[bytes]) -> int:
-    """Call records that go into one blob, the first of them in any case."""
+    """Count the call records that go into one blob, the first of them in any case."""
     return max(1, sum(size <= RECORDS_BYTES_MAX for size in accumulate(map(len, records))))
 
 

@@ -93,12 +93,12 @@ def read_calls(area: memoryview, generation: Generation) -> tuple[GroupCalls, ..
 
 
 def _entry(area: memoryview, number: int) -> memoryview:
-    """Empty if there is no room for it."""
+    """Return the memory of group `number`, empty if there is no room for it."""
     return area[number * _ENTRY_BYTES : (number + 1) * _ENTRY_BYTES]
 
 
 def _read_one(entry: memoryview) -> GroupCalls | None:
-    """None if every look met the writer at work: it gets on."""
+    """Return None if every look met the writer at work: it gets on."""
     for _ in range(_TRIES):
         copy = bytes(entry)
         count, digest, check = _NOW.unpack_from(copy, _NOW_AT)

@@ -47,13 +47,13 @@ def check_size(body_bytes: int, limit_bytes: int) -> None:
 
 
 def pack_frame(body: bytes, limit_bytes: int) -> bytes:
-    """The frame of `body`. Raises: TransportError if the body is larger than the receiver accepts."""
+    """Make the frame of `body`. Raises: TransportError if that is larger than the receiver accepts."""
     check_size(len(body), limit_bytes)
     return LENGTH.pack(len(body)) + body
 
 
 def checked_length(data: bytes | bytearray, limit_bytes: int, offset: int = 0) -> int:
-    """The length that the frame at `offset` announces. Raises: CorruptFrame if it is beyond the limit."""
+    """Read the length of the frame at `offset`. Raises: CorruptFrame if it is beyond the limit."""
     (length,) = LENGTH.unpack_from(data, offset)
     if length > limit_bytes:
         raise CorruptFrame(
@@ -119,7 +119,7 @@ async def put(sock: socket.socket, message: msgspec.Struct) -> None:
 
 
 async def take(sock: socket.socket, kinds: Any) -> Any:
-    """The next message. Raises: as `take_frame`; CorruptFrame if it is none of `kinds`."""
+    """Read one message. Raises: as `take_frame`; CorruptFrame if it is none of `kinds`."""
     body = await take_frame(sock)
     try:
         return msgspec.msgpack.decode(body, type=kinds)
@@ -187,7 +187,7 @@ class FrameProtocol(asyncio.Protocol):
         return True
 
     def close(self) -> None:
-        """Nothing follows what is queued; the connection has ended when the peer has closed it, too."""
+        """Sends what is queued and nothing more. The connection has ended when the peer has closed it, too."""
         # What the peer still sends is read and dropped: a socket that is closed with bytes in it resets the connection,
         # and a peer that meets the reset when it writes never reads our last words.
         if self._transport is not None and not self._leaving:

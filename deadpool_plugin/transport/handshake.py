@@ -50,7 +50,7 @@ class Credentials:
     job: str = ""
 
     def of(self, job: str) -> Credentials:
-        """The same secret, for `job`."""
+        """Return the same secret for `job`."""
         return Credentials(self.secret, job)
 
 
@@ -74,7 +74,7 @@ class Unproven:
 
     @contextlib.contextmanager
     def held(self, sock: socket.socket) -> Iterator[None]:
-        """While `sock` has proved nothing."""
+        """Counts `sock` as long as it has proved nothing."""
         self.enter(sock)
         try:
             yield
@@ -95,7 +95,7 @@ class Unproven:
             self._changed.notify_all()
 
     def await_room(self, timeout_s: float) -> bool:
-        """For a listener with a thread for each: whether there are fewer than `limit`. Blocks: so long."""
+        """Wait until fewer than `limit` are left, for a listener with a thread for each. Returns: whether they are."""
         with self._changed:
             if len(self._waiting) >= self.limit:
                 self._end_oldest()
@@ -117,7 +117,7 @@ class Unproven:
             await asyncio.sleep(0)  # accepting one that waits already does not let others run
 
     def cannot_accept(self, error: OSError) -> None:
-        """`accept` has failed: say so, once for each reason, and free what the oldest holds."""
+        """Say that `accept` has failed, once for each reason, and free what the oldest holds."""
         if error.errno not in self._complained:
             self._complained.add(error.errno)
             _log.warning("cannot accept a %s connection: %s; it is tried again and not said again", self._what, error)
@@ -164,19 +164,19 @@ class Handshake:
         return hmac.digest(self._secret, b"\0".join((role, self._purpose.encode(), dialler + listener)), "sha256")
 
     def recognise(self, start: bytes) -> bytes:
-        """`start`, the first bytes of a peer. Raises: PeerRefused if they begin no greeting of this protocol."""
+        """Return `start`, a peer's first bytes. Raises: PeerRefused if they begin no greeting of this protocol."""
         if start != _MAGIC:
             raise self._refusal("it does not speak this protocol or version")
         return start
 
     def answer(self, theirs: bytes) -> bytes:
-        """Our proof. Raises: PeerRefused as `recognise`."""
+        """Make our proof. Raises: PeerRefused as `recognise`."""
         self.recognise(theirs[: len(_MAGIC)])
         self._theirs = theirs
         return self._proof(b"dial" if self._dialling else b"listen")
 
     def check(self, proof: bytes) -> int:
-        """The other side's identity.
+        """Return the other side's identity.
 
         Raises: PeerRefused if it does not know the secret or is of another job; ConnectionClosed if one of us does not
         know its job yet: to be tried again.
@@ -253,7 +253,7 @@ def _recv_exact(sock: socket.socket, size: int, deadline: float) -> bytes:
 async def shake_hands_async(
     sock: socket.socket, credentials: Credentials, purpose: str, identity: int, *, dialling: bool
 ) -> int:
-    """`shake_hands` for a non-blocking socket on the running event loop; HANDSHAKE_TIMEOUT_S covers the whole of it."""
+    """Do `shake_hands` with a non-blocking socket on the running event loop, within HANDSHAKE_TIMEOUT_S."""
     shake = Handshake(credentials, purpose, identity, dialling=dialling, address=remote_name(sock))
     loop = asyncio.get_running_loop()
     try:

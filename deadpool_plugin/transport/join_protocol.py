@@ -116,7 +116,7 @@ OnGuest = Callable[[Question], Answer]
 async def dial(
     peer: NodeId, address: Address, node: NodeId, credentials: Credentials, silent_after_s: float
 ) -> socket.socket:
-    """A connection to `peer`, which knows that it is `node` that dials, and wants the link.
+    """Connect to `peer`, which knows that `node` dials, and wants the link.
 
     Raises: NotWanted, PeerRefused, ConnectionClosed, OSError.
     """
@@ -157,7 +157,7 @@ async def welcome(sock: socket.socket, peer: NodeId) -> None:
 
 
 async def turn_away(sock: socket.socket) -> None:
-    """Tells who has dialled that there is to be no link. Raises: OSError."""
+    """Tells the dialler that there is to be no link. Raises: OSError."""
     with sock:
         await put_frame(sock, _NOT_WANTED)
 
@@ -168,7 +168,7 @@ async def ask(
     question: Describe | Reserve | Stop,
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Answer:
-    """One question to the member at `address`, on a connection of its own.
+    """Put one question to the member at `address`, on a connection of its own.
 
     Raises: ConnectionClosed if nobody answers there in time; PeerRefused if it does not share secret and job.
     """
@@ -187,8 +187,8 @@ async def ask(
 async def announce(
     node: NodeId, address: Address, hello: Hello, credentials: Credentials, silent_after_s: float
 ) -> tuple[socket.socket, Answer]:
-    """Tells member `node` that this host is about to join: a connection to it, and its answer. If that is Admitted the
-    connection is a link's from the next byte on.
+    """Tells member `node` that this host is about to join. Returns: the connection, a link's from the next byte on if
+    the answer is Admitted; the answer.
 
     Raises: ConnectionClosed, OSError, EOFError if it does not answer; PeerRefused without the secret.
     """
@@ -205,8 +205,9 @@ async def announce(
 async def serve(
     sock: socket.socket, answer: OnGuest, may_link: Callable[[NodeId], bool]
 ) -> tuple[Hello, Admitted] | None:
-    """Answer a guest until it leaves (None) or is to be admitted: then who it is, and the answer still to be sent.
-    Unless it is to be admitted the connection is closed.
+    """Answer a guest until it leaves, which closes the connection (None), or is to be admitted.
+
+    Returns: the hello of a guest that is to be admitted, and the answer still to be sent.
 
     Args: may_link: whether there is neither a link to a node nor a reason to have none.
     """
@@ -233,7 +234,7 @@ def nobody_joins(_: Question) -> Answer:
 
 
 def expect(answer: Answer, kind: type[Any], where: str) -> Any:
-    """`answer`, which must be a `kind`. Raises: TransportError with the reason why not."""
+    """Return `answer`, which must be a `kind`. Raises: TransportError with the reason why not."""
     if not isinstance(answer, kind):
         reason = answer.reason if isinstance(answer, Busy | NotAdmitted) else f"it answers {type(answer).__name__}"
         raise TransportError(f"the member at {where} does not help: {reason}", remedy="try again, or another member")

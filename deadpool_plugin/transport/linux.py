@@ -40,7 +40,7 @@ def memfd_create(name: str, flags: int) -> int:
 
 
 def pidfd_open(pid: int) -> int:
-    """Readable once `pid` has ended. Raises: OSError"""
+    """Return a descriptor that is readable once `pid` has ended. Raises: OSError"""
     return _syscall(_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(0))
 
 
@@ -85,7 +85,7 @@ def name_process(name: str) -> None:
 
 
 def threads(pid: int | str = "self") -> list[str]:
-    """All threads of a process, as /proc names them; none of one that has ended."""
+    """List the threads of a process, as /proc names them; none of one that has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return os.listdir(f"/proc/{pid}/task")
     return []

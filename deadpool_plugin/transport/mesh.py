@@ -102,7 +102,7 @@ class ControlMesh:
 
     @property
     def linked(self) -> frozenset[NodeId]:
-        """Nodes to which there is a link now, or one that is being made again."""
+        """The nodes to which there is a link, or one that is being made again."""
         return frozenset(self._links()) | self._renewing.keys()
 
     def _links(self) -> dict[NodeId, FrameProtocol]:
@@ -111,7 +111,7 @@ class ControlMesh:
     # ---- links that others begin
 
     async def listen(self) -> Address:
-        """Starts to accept links; the address to tell the others."""
+        """Starts to accept links. Returns: the address to tell the others."""
         self._listener = listen_tcp(*self._bind)
         self._listener.setblocking(False)
         self._tasks.start(self._unproven.serve(self._listener, self._welcome, self._tasks))
@@ -150,7 +150,7 @@ class ControlMesh:
                 self._renew(peer, channel, reason)
 
     def _objection(self, peer: NodeId) -> str:
-        """Why there must be no new link to `peer`, "" if there may."""
+        """Return why there must be no new link to `peer`, "" if there may."""
         if peer in self._gone:
             return "is lost to this job"
         if peer == self._node or (peer in self._channels and peer not in self._addresses):
@@ -175,7 +175,7 @@ class ControlMesh:
         return node not in (self._known or set()) | self._gone | self._channels.keys() | {self._node}
 
     def _expect(self, node: NodeId, address: Address) -> None:
-        """`node` may be linked from now on."""
+        """Let `node` be linked from now on."""
         self._known = (self._known or set()) | {node}
         self._addresses[node] = address
 
@@ -317,8 +317,8 @@ class ControlMesh:
     # ---- all links at the start
 
     async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
-        """Returns when there is a link to every node of `table` (the own entry is ignored), or was one to a node that
-        has left meanwhile, or is lost, which was told. All of them listened when they met.
+        """Waits until every node of `table` (but this one) is linked, or has left, or is lost, which was told. All of
+        them listened when they met.
 
         Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused.
         """

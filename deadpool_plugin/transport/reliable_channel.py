@@ -35,7 +35,7 @@ class ReliableChannel:
 
     @property
     def age_s(self) -> float:
-        """For how long `connection` has been what it is."""
+        """How long `connection` has been in use, or missing."""
         return loop_time() - self._since
 
     async def is_up_within(self, limit_s: float) -> bool:
@@ -70,7 +70,7 @@ class ReliableChannel:
             self._unacknowledged = 0
 
     def receive(self, frame: bytes) -> bytes | None:
-        """The message in a frame that has come over `connection`; None if it is no new one. Raises: CorruptFrame."""
+        """Return the message in a frame of `connection`, None if it is no new one. Raises: CorruptFrame."""
         if len(frame) < _HEADER.size:
             raise CorruptFrame(f"a frame of {len(frame)} bytes", f"at least {_HEADER.size}")
         number, known = _HEADER.unpack_from(frame)

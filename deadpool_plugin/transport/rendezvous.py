@@ -76,7 +76,7 @@ async def meet(
     credentials: Credentials,
     timeout_s: float,
 ) -> list[Hello]:
-    """Every node's hello, in the order of node ids.
+    """Exchange hellos. Returns: every node's, in the order of node ids.
 
     Raises: TransportError naming the nodes that did not come in time; PeerRefused if node 0 has another secret
     (node 0 itself goes on waiting, and names those it refused at its deadline).
@@ -109,7 +109,7 @@ class _Host:
         """The host of a later launch that has come here."""
 
     async def wait(self, timeout_s: float) -> list[Hello]:
-        """Raises: TransportError, which those who have come are told."""
+        """Wait for all, and hand out the table. Raises: TransportError, which the nodes that have come are told."""
         listener = await self._listen()
         listener.setblocking(False)
         tasks = Tasks()
@@ -150,7 +150,7 @@ class _Host:
         return [self._hellos[node] for node in sorted(self._hellos)]
 
     async def _listen(self) -> socket.socket:
-        """Raises: TransportError if another program holds the port; one of an earlier launch is told to go."""
+        """Listen at the port, from which an earlier launch is told to go. Raises: TransportError if it is taken."""
         deadline = loop_time() + LISTEN_S
         while True:
             try:
@@ -171,7 +171,7 @@ class _Host:
         return listed(node for node in range(self._nodes_total) if node not in self._hellos)
 
     async def _say_who_is_missing(self) -> None:
-        """Once: a firewall, or an address that is not this host's only, shows in nothing else for minutes."""
+        """Warn once: a firewall, or an address that several hosts have, shows in nothing else for minutes."""
         await asyncio.sleep(SAY_AFTER_S)
         _log.warning("still waiting at %s for node %s", self._where, self._missing())
 

@@ -1,7 +1,7 @@
 """TCP sockets with the options every connection of ours has.
 
-Rules of this file: no port is fixed, 0 means the system chooses; a range is tried from its first to its last port. Who
-listens on all interfaces does so in both families where the host has both: others may know it by a name of either.
+Rules of this file: no port is fixed, 0 means the system chooses; a range is tried from its first to its last port. A
+socket that listens on all interfaces does so in both families: others may know the host by a name of either.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def closed_on_error(sock: socket.socket) -> Iterator[None]:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A listening socket on the interface `host`, "" for all. Raises: OSError."""
+    """Listen on the interface `host`, "" for all. Raises: OSError."""
     if not host and socket.has_dualstack_ipv6():
         try:
             return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
@@ -44,7 +44,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def listen_tcp(host: str, port_range: tuple[int, int] | None = None) -> socket.socket:
-    """A listening socket on the interface `host` ("" for all), at a free port or one of the range (ends included).
+    """Listen on the interface `host` ("" for all), at a free port or one of the range (ends included).
 
     Raises: ConfigError if the interface does not exist or every port of the range is taken.
     """
@@ -65,7 +65,7 @@ def bound_address(sock: socket.socket) -> Address:
 
 
 def remote_name(sock: socket.socket) -> str:
-    """The other end as "host:port", for people, and to know a host again (in whichever family a socket listens)."""
+    """Name the other end as "host:port", for people and to know a host again, whichever family it comes by."""
     try:
         host, port = sock.getpeername()[:2]
     except OSError:  # it is gone already
@@ -74,9 +74,10 @@ def remote_name(sock: socket.socket) -> str:
 
 
 async def connected(address: Address) -> socket.socket:
-    """A non-blocking connection to `address` (a name or a number), by the first of its addresses that answers: a name
-    may stand for one of either family, and the other end listen on one. Raises: OSError; ConnectionRefusedError only if
-    all refuse."""
+    """Connect to `address` (a name or a number) by the first of its addresses that answers; the socket does not block.
+
+    Raises: OSError; ConnectionRefusedError only if all refuse.
+    """
     loop = asyncio.get_running_loop()
     try:  # a number needs none of the threads that names are looked up in: others may hold them all
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -108,7 +109,7 @@ def tune(sock: socket.socket, silent_after_s: float) -> None:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this host's interface that leads to `host`: what others can reach us at. Sends nothing."""
+    """Find the address of this host's interface that leads to `host`, by which others reach us. Sends nothing."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:

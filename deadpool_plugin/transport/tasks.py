@@ -46,6 +46,6 @@ def loop_time() -> float:
 
 
 def soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
-    """Any thread: call `function` on the loop, unless that has ended."""
+    """Call `function` on the loop, unless that has ended. Thread: any."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)

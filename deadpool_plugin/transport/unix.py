@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 def listen_unix(name: str) -> socket.socket:
-    """A listening abstract Unix socket; `name` must be the job's own (it is visible to the whole host)."""
+    """Listen at an abstract Unix socket; `name` must be the job's own (it is visible to the whole host)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with closed_on_error(sock):
@@ -52,7 +52,7 @@ def listen_unix(name: str) -> socket.socket:
 
 
 def connect_unix(name: str) -> socket.socket:
-    """A connected socket to the listener `name` of the same user."""
+    """Connect to the listener `name` of the same user."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with closed_on_error(sock):
@@ -147,7 +147,7 @@ class LocalConnection:
             raise ConnectionClosed(f"the local connection is closed: {error}") from error
 
     def recv(self) -> tuple[AnyLocalMessage, list[int]]:
-        """The next message and its descriptors, which then belong to the caller.
+        """Receive a message and its descriptors, which then belong to the caller.
 
         Raises: ConnectionClosed at the end of the stream. Blocks: until the message is here.
         """
@@ -355,7 +355,7 @@ class LocalServer:
         self.unheard[peer] = None
 
     def refused(self, peer: str, reason: str) -> None:
-        """Something was refused: said once for each of the first peers, and then at each power of ten."""
+        """Say that something was refused: once for each of the first peers, and then at each power of ten."""
         self._refusals += 1
         is_new = peer not in self._refused and len(self._refused) < REFUSALS_SAID
         if is_new:
