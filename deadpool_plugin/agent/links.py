@@ -257,7 +257,7 @@ class Roster:
         self._largest = max(self._largest, hello.node)
 
     def gone(self, node: NodeId) -> None:
-        """`node` is lost, or has left, or its link is lost."""
+        """Forget `node`, which is lost, or has left, or whose link is lost."""
         self._hellos.pop(node, None)
         self._seen(node)
 

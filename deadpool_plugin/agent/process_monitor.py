@@ -1,9 +1,9 @@
 """Life and death of this node's processes, reported to the controller.
 
 Rules of this file: a death becomes an input once, with the best reason there is. A worker process ended by a signal is
-lost (its own node can do it again), one that ended by its own exit code has failed (it may do so anywhere). A standby
-process or a supervisor that is gone is the node's end: neither runs anything that could crash it, so whoever ended
-them (the launcher, a person, the kernel short of memory) means the node, and what they looked after died with them.
+lost: its own node can run the rank again. One that ended by its own exit code has failed, as it may do anywhere. A
+standby process or a supervisor that is gone is the node's end: neither runs anything that could crash it, and what they
+looked after died with them.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ class ProcessMonitor:
     def await_unwinding(self, generation: Generation) -> None:
         """Set deadlines for the processes in training, which have been told that `generation` begins.
 
-        A process that has not left by then what it was in (a call that holds the interpreter, a dead device, user code
-        that does not come to its next call) is replaced here. A process in a save is healthy, and has longer. One that
-        has not come to training has no deadline: it begins anew, or joins the newest generation when it is through.
+        A process that is still in its call then is replaced here: it holds the interpreter, its device is dead, or user
+        code does not come to its next call. A process in a save is healthy, and has longer. One that has not come to
+        training has no deadline: it begins anew, or joins the newest generation when it is through.
         """
         asked = [(slot, slot.running) for slot in self._slots if slot.running is not None and slot.running.in_training]
         loop, config = asyncio.get_running_loop(), self._node.config
@@ -258,7 +258,7 @@ class ProcessMonitor:
 
     @property
     def at_work(self) -> list[Rank]:
-        """Those whose script still runs; one that is already ending the kernel may hold for ever."""
+        """Ranks whose script still runs; a process that is already ending the kernel may hold for ever."""
         return [rank for rank, pid in self.unended.items() if not self._processes.is_gone(pid)]
 
     @property

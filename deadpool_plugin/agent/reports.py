@@ -1,8 +1,8 @@
 """Reports for people and programs: the event log of this node, and a few plain lines on standard output.
 
 Rules of this file: one line for what changes a person's picture of the job, nothing per step; only the coordinator
-speaks for the job, a node speaks for itself. However long a job takes, a node's files stay within a bound: what recurs
-goes where only the newest is kept, and so does, once there is too much of it, all but how the job stands and ends.
+speaks for the job, a node speaks for itself. However long a job takes, a node's files stay within a bound: events that
+recur go where only the newest are kept. Once the log is full, so do all but those of the job's state and end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a decided plan asks of this node's processes.
 
-Rules of this file: survivors are told at once, they need nothing from others. A newcomer's process (of a rank that is
-new here, or has lost its process) gets its history and its arena with the restore step in it, then the order. A further
-plan cancels what is still under way and starts over.
+Rules of this file: survivors are told at once, they need nothing from others. A newcomer is the process of a rank that
+is new here, or has lost its process. It gets its history, its arena with the restore step in it, then the order. A
+further plan cancels what is still under way and starts over.
 """
 
 from __future__ import annotations
