@@ -32,11 +32,10 @@ from .host import Host
 from .links import Links
 from .mirroring import Mirroring
 from .node import LocalNode, Slot
+from .plans import Claims, TakeOvers
 from .process_monitor import ProcessMonitor
 from .reports import Reports
 from .spares import Spares
-from .takeover import TakeOvers
-from .witness import Claims
 from .workers import Workers
 from .world import Job, Place, described, form_world, policy_of, rack_named, timing_of
 

@@ -98,30 +98,24 @@ def spare_nodes(spares: int | Sequence[str], hosts: Sequence[str]) -> tuple[Node
     """List the nodes that stand by, in the order in which they take over. Raises: ConfigError."""
     total = len(hosts)
     if isinstance(spares, int):
-        _check_count(total, spares)
-        return tuple(range(total - spares, total))
-    chosen = tuple(_node_named(name, hosts) for name in spares)
-    if len(set(chosen)) != len(chosen):
-        raise ConfigError(f"spares {list(spares)} name one host twice", "different hosts", "correct `spares`")
-    _check_count(total, len(chosen))
-    return chosen
-
-
-def _check_count(hosts_total: int, spares: int) -> None:
-    if spares >= hosts_total:
+        chosen = tuple(range(total - spares, total))
+    else:
+        chosen = tuple(_node_named(name, hosts) for name in spares)
+        if len(set(chosen)) != len(chosen):
+            raise ConfigError(f"spares {list(spares)} name one host twice", "different hosts", "correct `spares`")
+    if len(chosen) >= total:
         raise ConfigError(
-            f"the job has {hosts_total} host(s), and `spares` asks for {spares}",
-            f"at least {spares + 1} hosts, so that one is left to train on",
+            f"the job has {total} host(s), and `spares` asks for {len(chosen)}",
+            f"at least {len(chosen) + 1} hosts, so that one is left to train on",
             "name all hosts in the hostfile (--hostfile), or lower `spares`",
         )
+    return chosen
 
 
 def check_hosts(hosts_total: int, spares: int | Sequence[str], copies: int) -> None:
     """Check what does not need the hosts' own names. Raises: ConfigError."""
-    if isinstance(spares, int) or all(name.isdigit() for name in spares):
-        spare_nodes(spares, [f"host{node}" for node in range(hosts_total)])
-    else:
-        _check_count(hosts_total, len(spares))
+    checked = spares if isinstance(spares, int) or all(name.isdigit() for name in spares) else len(spares)
+    spare_nodes(checked, [f"host{node}" for node in range(hosts_total)])
     if copies > 1 and copies >= hosts_total:
         raise ConfigError(
             f"the job has {hosts_total} host(s), and `copies: {copies}` asks for {copies} others",

@@ -1,4 +1,4 @@
-"""agent/takeover.py: orders are for the newest plan only, and a process that ends meanwhile is no error here."""
+"""agent/plans.py: orders are for the newest plan only, and a process that ends meanwhile is no error here."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from support.stores import free
 from deadpool_plugin.agent import workers as agent_workers
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
+from deadpool_plugin.agent.plans import TakeOvers
 from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.spares import Rehearsal, Spares
-from deadpool_plugin.agent.takeover import TakeOvers
 from deadpool_plugin.core import local
 from deadpool_plugin.core.types import Source, SwapPlan, World
 from deadpool_plugin.errors import TransportError

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.hosts import host, local_node
 
-from deadpool_plugin.agent import witness
-from deadpool_plugin.agent.witness import Claims
+from deadpool_plugin.agent import plans
+from deadpool_plugin.agent.plans import Claims
 from deadpool_plugin.core.types import SwapPlan, World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host.files import SharedFolder
@@ -64,7 +64,7 @@ def claims(directory: Path) -> Claims:
 
 @pytest.mark.parametrize("theirs", ["a", "b"], ids=["shared", "each-host-its-own"])
 def test_hosts_that_see_different_directories_say_so(tmp_path, monkeypatch, theirs):
-    monkeypatch.setattr(witness, "SHARED_S", 1)
+    monkeypatch.setattr(plans, "SHARED_S", 1)
     failures: list[tuple[int, str]] = []
 
     async def scenario():
