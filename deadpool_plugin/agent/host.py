@@ -11,17 +11,19 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 from ..core.local import AnyLocalMessage
-from ..core.types import Generation, Holding, NodeId, Rank, Source, Step, SwapPlan
+from ..core.types import Generation, NodeId, Rank, Source, Step, SwapPlan
 from ..errors import PeerRefused
 from ..host.output import Pipe, Writer
 from ..mirror.arena import SlotPair
 from ..mirror.peer import SnapshotPush
+from ..mirror.server import OnMirrored
 from ..mirror.store import SnapshotStore
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address, Port
 from ..transport.unix import LocalPeer
 
 T = TypeVar("T")
+OnMessage = Callable[[LocalPeer, AnyLocalMessage, list[int]], None]
 
 
 class Bulk(Protocol):
@@ -31,9 +33,7 @@ class Bulk(Protocol):
     tried again.
     """
 
-    def serve(
-        self, on_mirrored: Callable[[Rank, Step, Generation, Holding], None], on_refused: Callable[[PeerRefused], None]
-    ) -> Port:
+    def serve(self, on_mirrored: OnMirrored, on_refused: Callable[[PeerRefused], None]) -> Port:
         """Let other nodes mirror and ask here from now on, at the port that is returned. Raises: ConfigError.
 
         `on_mirrored` hears of each snapshot that has arrived whole, before its sender does. `on_refused` hears of

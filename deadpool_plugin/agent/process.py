@@ -110,8 +110,6 @@ class Agent:
         else:
             self._broke(error)
 
-    # ---- starting
-
     async def _start(self) -> None:
         """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""
         node, config = self._node, self._config
@@ -170,8 +168,6 @@ class Agent:
             await asyncio.sleep(events.ALIVE_S)
             if self._controller.world is not None and (self._monitor.ending or self._controller.leads):
                 self._reports.emit(events.Alive())
-
-    # ---- inputs
 
     def feed(self, event: api.Input) -> None:
         """Give the controller one input and carry out what it says."""
@@ -259,8 +255,6 @@ class Agent:
             case _:
                 raise InvariantViolated(f"{type(message).__name__} came from local rank {slot.local_rank}")
 
-    # ---- actions
-
     def _carry_out(self, action: api.Action) -> None:
         match action:
             case api.Send():
@@ -326,8 +320,6 @@ class Agent:
         if not self._left.done():
             self._verdict = action.verdict
             self._left.set_result(action.exit_code)
-
-    # ---- the end
 
     async def _end(self, exit_code: int) -> int:
         """Tell the others, let or make the workers end, then the supervisors; every wait but one has a deadline.
