@@ -327,19 +327,12 @@ class Controller:
         if not ctx.swapping or plan.world.generation > self.generation + 1:
             ctx.fence_for(plan.world.generation)
         self._self_fencing.resume()
-        self._enter(message)
-        for node in plan.lost_nodes:  # whoever lives is not to take the end of this link for a loss
-            ctx.send(node, NodeFailed(self.generation, node, f"counted as lost in generation {self.generation}"))
-        ctx.act(Reconfigure(plan))
-
-    def _enter(self, decided: Decided) -> None:
-        ctx, before, plan = self._ctx, self._ctx.world, decided.plan
         # The plan was decided after this node had promised (or asked to join), and before anybody watched its silence.
-        asked_at = self._swaps.voter.promised_at(decided.ballot)
-        if self._joining is not None:
-            asked_at = self._joining.first_asked_at
+        promised_at = self._swaps.voter.promised_at(message.ballot)
+        asked_at = self._joining.first_asked_at if self._joining is not None else promised_at
+        before, self._joining = ctx.world, None
         judge_newcomers(ctx, plan, [failure.rank for failure in self._failures.own])
-        ctx.enter(decided, asked_at)
+        ctx.enter(message, asked_at)
         if self._inventory.has_lost(plan.store):
             ctx.get_stuck(STORE_GONE)
         self._inventory.begin_generation(plan.restore_step, plan.store)
@@ -347,8 +340,10 @@ class Controller:
         self._failures.begin_generation()
         self._rehearsing.begin_generation()
         self._begin_generation()
-        self._joining = None
         ctx.note()
+        for node in plan.lost_nodes:  # whoever lives is not to take the end of this link for a loss
+            ctx.send(node, NodeFailed(self.generation, node, f"counted as lost in generation {self.generation}"))
+        ctx.act(Reconfigure(plan))
 
     def _begin_generation(self) -> None:
         """Make anew the parts that live no longer than a generation."""

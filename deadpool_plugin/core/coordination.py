@@ -37,31 +37,28 @@ class Coverage:
     def __init__(self, world: World) -> None:
         self._world = world
         self._spares = frozenset(world.spares)
-        self._state: dict[NodeId, tuple[bool, str]] = {}
-        self._rehearsed: dict[NodeId, tuple[tuple[int, Rank], ...]] = {}
-        self._pruned: dict[NodeId, bool] = {}
+        self.reports = dict.fromkeys(world.members, Report(world.generation))
+        """The newest of each member."""
 
     def absorb(self, sender: NodeId, report: Report) -> bool:
-        """Take in a report; whether it may change an answer. Costs the same in a job of any size."""
+        """Take in a report. Returns: whether it may change an answer. Costs the same in a job of any size."""
+        before, self.reports[sender] = self.reports[sender], report
         if sender not in self._spares:
-            before, self._pruned[sender] = self._pruned.get(sender, False), report.pruned
-            return report.pruned != before
-        known = (self._state.get(sender), self._rehearsed.get(sender))
-        self._state[sender], self._rehearsed[sender] = (report.able, report.unable), report.rehearsed
-        return known != (self._state[sender], self._rehearsed[sender])
+            return report.pruned != before.pruned
+        return (report.able, report.unable, report.rehearsed) != (before.able, before.unable, before.rehearsed)
 
     def uncovered(self) -> tuple[NodeId, ...]:
         """The active hosts that no spare can take."""
-        able = [spare for spare in self._world.spares if self._state.get(spare, (False, ""))[0]]
+        able = [spare for spare in self._world.spares if self.reports[spare].able]
         if not able:
             return tuple(sorted(self._world.active))
-        pruned = [node for node in sorted(self._world.active) if self._pruned.get(node, False)]
+        pruned = [node for node in sorted(self._world.active) if self.reports[node].pruned]
         return tuple(node for node in pruned if not any(self._follows(spare, node) for spare in able))
 
     def _follows(self, spare: NodeId, node: NodeId) -> bool:
         tasks = {(task.local_slot, task.rank) for task in rehearsals(self._world) if task.spare == spare}
         ranks = {rank for _, rank in tasks}
-        return ranks == {*self._world.ranks_of(node)} and tasks <= {*self._rehearsed.get(spare, ())}
+        return ranks == {*self._world.ranks_of(node)} and tasks <= {*self.reports[spare].rehearsed}
 
     def why(self, uncovered: tuple[NodeId, ...]) -> str:
         """The reason that `uncovered` are, for people; "" if none is."""
@@ -74,10 +71,10 @@ class Coverage:
         return f"no spare can take {hosts} ({'; '.join(self._said(spare) for spare in self._world.spares)})"
 
     def _said(self, spare: NodeId) -> str:
-        able, unable = self._state.get(spare, (False, ""))
-        if unable:
-            return f"spare node {spare} cannot stand in: {unable}"
-        if not able:
+        report = self.reports[spare]
+        if report.unable:
+            return f"spare node {spare} cannot stand in: {report.unable}"
+        if not report.able:
             return f"spare node {spare} has not rehearsed yet"
         return f"spare node {spare} cannot follow it: its call records no longer fit into history_limit_mib"
 
@@ -92,7 +89,6 @@ class Coordination:
         """A spare has said something since it was last looked which hosts are covered."""
         self._has_news = False
         """The ledger has changed since a step was last looked for that it shows to be committed."""
-        self._reports: dict[NodeId, Report] = {}
         self._ready: set[Rank] = set()
         self._finished: set[Rank] = set()
         self._store = ""
@@ -124,12 +120,10 @@ class Coordination:
         steps committed by it."""
         own = self._ctx.world.ranks_of(sender)
         fresh = {rank for rank in report.ready if rank in own} - self._ready
-        before = self._reports.get(sender)
-        if fresh or report.moved > (before.moved if before is not None else 0):
+        if fresh or report.moved > self._coverage.reports[sender].moved:
             self._moved_at = self._ctx.now
         self._ready |= fresh
         self._finished.update(rank for rank in report.finished if rank in own)
-        self._reports[sender] = report
         self._ctx.learn_checkpoint(report.checkpoint)
         self._has_news = self._ledger.replace(sender, report.holdings) or self._has_news
         self._covers_anew = self._coverage.absorb(sender, report) or self._covers_anew
@@ -191,11 +185,11 @@ class Coordination:
 
     def _advance(self) -> None:
         ctx = self._ctx
-        host = self._reports.get(ctx.world.node_of[0])
-        if ctx.begins_at_top and not self._store and host is not None and host.store:
-            # From the top: all workers may build their groups as soon as rank 0's node offers a store.
-            self._store = host.store
-            ctx.broadcast(Start(ctx.world, host.store))
+        if ctx.begins_at_top and not self._store:
+            # All workers may build their groups as soon as rank 0's node offers a store.
+            self._store = self._coverage.reports[ctx.world.node_of[0]].store
+            if self._store:
+                ctx.broadcast(Start(ctx.world, self._store))
         if not ctx.training and len(self._ready) == len(ctx.world.node_of):
             self._began()
         if self._has_news:
@@ -247,8 +241,7 @@ class Coordination:
         if ctx.plan is not None:
             ctx.emit(SwapDone(ctx.now - ctx.swap_since))
         for task in rehearsals(ctx.world):
-            report = self._reports.get(task.spare)
-            if report is None or (task.local_slot, task.rank) not in report.rehearsed:
+            if (task.local_slot, task.rank) not in self._coverage.reports[task.spare].rehearsed:
                 ctx.send(task.spare, Rehearse(ctx.world.generation, task.local_slot, task.rank))
 
     def _say(self, on_change_only: bool = False) -> None:

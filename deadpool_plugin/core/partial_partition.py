@@ -58,7 +58,11 @@ class PartialPartition:
         before = self._complaints.get(pair)
         if not ctx.leads or ctx.swapping or self._asked_in == ctx.world.generation:
             return
-        self._tell(pair)
+        told = (ctx.world.generation, frozenset(pair))
+        if told not in self._told:
+            self._told.add(told)
+            text = f"nodes {sender} and {node} cannot reach each other; one of them is asked to leave if no step is"
+            ctx.emit(Note(f"{text} committed for {ctx.timing.silent_after_s:g} s and the time of a step"))
         if before is None or before.committed != ctx.newest_committed:
             self._complaints[pair] = _Complaint(ctx.newest_committed, ctx.now)
         elif ctx.now - before.since >= ctx.timing.silent_after_s + ctx.step_s:
@@ -91,17 +95,9 @@ class PartialPartition:
         self._asked_in = ctx.world.generation
         self._complaints.clear()  # without that node the others may reach each other: they complain anew if not
 
-    def _tell(self, pair: tuple[NodeId, NodeId]) -> None:
-        ctx = self._ctx
-        told = (ctx.world.generation, frozenset(pair))
-        if told not in self._told:
-            self._told.add(told)
-            text = f"nodes {pair[0]} and {pair[1]} cannot reach each other; one of them is asked to leave if no step is"
-            ctx.emit(Note(f"{text} committed for {ctx.timing.silent_after_s:g} s and the time of a step"))
-
     def _how_dispensable(self, node: NodeId) -> tuple[bool, int]:
         """Return whether it runs no rank, and how many others it does not hear, or do not hear it, since the newest
         committed step."""
         now, others = self._ctx.newest_committed, self._complaints.items()
-        rifts = {frozenset(pair) for pair, made in others if made.committed == now and node in pair}
-        return node in self._ctx.world.spares, len(rifts)
+        broken = {frozenset(pair) for pair, made in others if made.committed == now and node in pair}
+        return node in self._ctx.world.spares, len(broken)

@@ -47,7 +47,7 @@ def test_a_host_whose_records_are_dropped_is_covered_by_who_has_followed_it_alon
 
 def test_what_changes_no_answer_is_no_news():
     found = Coverage(WORLD)
-    assert not found.absorb(0, Report(0)) and found.absorb(3, Report(0))
+    assert not found.absorb(0, Report(0)) and not found.absorb(3, Report(0))
     assert found.absorb(3, Report(0, able=True)) and not found.absorb(3, Report(0, able=True))
     assert found.absorb(1, Report(0, pruned=True)) and not found.absorb(1, Report(0, pruned=True))
 
