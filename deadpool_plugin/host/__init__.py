@@ -1,4 +1,1 @@
-"""The operating system of one host: processes, /proc, files, addresses, what processes print.
-
-The agent and the launcher's programs use it. No torch in here, and nothing is decided about the job.
-"""
+"""The operating system of one host: processes, files, addresses, output. Imports no torch, decides nothing of the job."""

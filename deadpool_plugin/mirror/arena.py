@@ -104,8 +104,16 @@ class SlotPair:
         Raises: MemoryShortage if the kernel gives no memory, descriptor or address space for it.
         Blocks: about 0.6 s per GiB (first touch), ten times that on a loaded host; call it in a thread.
         """
+        size = arena_bytes(header_bytes, payload_bytes)
         try:
-            pair = cls._mapped(rank, header_bytes, payload_bytes)
+            fd = linux.memfd_create(f"deadpool-rank{rank}", linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(fd, size)
+                fcntl.fcntl(fd, linux.F_ADD_SEALS, _SEALS)
+                pair = cls(fd, rank, header_bytes, payload_bytes)
+            except BaseException:
+                os.close(fd)
+                raise
             try:
                 pair._touch(going_on)
             except BaseException:
@@ -113,20 +121,7 @@ class SlotPair:
                 raise
             return pair
         except OSError as error:
-            size = arena_bytes(header_bytes, payload_bytes)
             raise MemoryShortage(f"slots of {size} bytes for rank {rank} cannot be made: {error}") from error
-
-    @classmethod
-    def _mapped(cls, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:
-        flags = linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING
-        fd = linux.memfd_create(f"deadpool-rank{rank}", flags)
-        try:
-            os.ftruncate(fd, arena_bytes(header_bytes, payload_bytes))
-            fcntl.fcntl(fd, linux.F_ADD_SEALS, _SEALS)
-            return cls(fd, rank, header_bytes, payload_bytes)
-        except BaseException:
-            os.close(fd)
-            raise
 
     @classmethod
     def attach(cls, fd: int, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:
