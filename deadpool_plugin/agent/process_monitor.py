@@ -239,13 +239,13 @@ class ProcessMonitor:
             self._processes.kill_paused()
         for slot in self._slots:
             if slot.serving is not None:
-                slot.serving.send(local.EndWorker(exit_code))
+                slot.serving.send(local.End(exit_code))
             else:
                 self._end_standby(slot)
 
     def _end_standby(self, slot: Slot) -> None:
         if slot.standby is not None:  # it outlives the process that it forked
-            slot.standby.send(local.EndWorker(self._exit_code))
+            slot.standby.send(local.End(self._exit_code))
 
     @property
     def unended(self) -> dict[Rank, int]:
@@ -269,7 +269,7 @@ class ProcessMonitor:
         """Have the supervisors exit, and wait until they have."""
         for slot in self._slots:
             if slot.supervisor is not None:
-                slot.supervisor.send(local.EndSupervisor(exit_code))
+                slot.supervisor.send(local.End(exit_code))
         await self.wait(lambda: all(slot.supervisor is None for slot in self._slots), timeout_s)
 
     async def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:

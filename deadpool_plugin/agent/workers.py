@@ -72,7 +72,7 @@ class Workers:
         if slot.order is not None:
             peer.send(slot.order)
         elif self._monitor.ending:
-            peer.send(local.EndWorker(0))
+            peer.send(local.End(0))
 
     def worker(self, peer: LocalPeer, hello: local.WorkerHello) -> None:
         """Take in a process for a slot's newest order, and begin it unless it is to rehearse."""

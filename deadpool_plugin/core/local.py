@@ -40,8 +40,8 @@ class Leaving(LocalMessage, frozen=True):
     signal: Count
 
 
-class EndSupervisor(LocalMessage, frozen=True):
-    """Agent -> supervisor: kill what is left of your standby process and exit with `exit_code`."""
+class End(LocalMessage, frozen=True):
+    """Agent -> supervisor, standby, worker: exit with `exit_code`; a supervisor kills what is left of its standby."""
 
     exit_code: ExitCode
 
@@ -260,13 +260,9 @@ class Failing(LocalMessage, frozen=True):
 
 
 class Finished(LocalMessage, frozen=True):
-    """Worker -> agent: the user's script ended well; waits for `EndWorker`, serves swaps meanwhile."""
+    """Worker -> agent: the user's script ended well; waits for `End`, serves swaps meanwhile."""
 
     rank: Rank
-
-
-class EndWorker(LocalMessage, frozen=True):
-    exit_code: ExitCode
 
 
 class WorkerEvent(LocalMessage, frozen=True):
@@ -277,8 +273,8 @@ class WorkerEvent(LocalMessage, frozen=True):
 
 
 AnyLocalMessage = (
-    SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | WorkerExited
+    SupervisorHello | StandbyExited | Leaving | End | StandbyHello | RunRank | WorkerExited
     | CannotEnd | WorkerHello | RehearsalOutput | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver
     | Staged | Committed | Abort | Join | Recording | Rehearsed | History | Moved | Progress | ConnectionBroke
-    | TakeOver | Unwound | Saving | Restored | OutOfReach | Saved | Failing | Finished | EndWorker | WorkerEvent
+    | TakeOver | Unwound | Saving | Restored | OutOfReach | Saved | Failing | Finished | WorkerEvent
 )  # fmt: skip

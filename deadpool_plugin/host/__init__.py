@@ -1,1 +1,1 @@
-"""The operating system of one host: processes, files, addresses, output. Imports no torch, decides nothing of the job."""
+"""The operating system of one host: processes, files, addresses, output. No torch, and no decision about the job."""

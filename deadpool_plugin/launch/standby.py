@@ -97,13 +97,13 @@ class Standby:
             message, _ = self._connection.recv()
         except ConnectionClosed:
             os._exit(0)
-        if not isinstance(message, (local.EndWorker, local.RunRank)):
+        if not isinstance(message, (local.End, local.RunRank)):
             return
         if self._child:
             os.kill(self._child, signal.SIGKILL)  # at once; it takes a while to look for the others
             self._child = 0
         self._end_children()
-        if isinstance(message, local.EndWorker):
+        if isinstance(message, local.End):
             os._exit(message.exit_code)
         self._fork(message)
 

@@ -170,7 +170,7 @@ class Supervisor:
         try:
             while True:
                 message, _ = connection.recv()
-                if isinstance(message, local.EndSupervisor):
+                if isinstance(message, local.End):
                     return message.exit_code
         except ConnectionClosed:
             return EXIT_FENCED

@@ -98,7 +98,7 @@ class AgentLink:
                 case local.Join(restore_step=restore_step):
                     self._join = message
                     self.committed = min(self.committed, restore_step)  # what came after it has not happened
-                case local.EndWorker(exit_code):
+                case local.End(exit_code):
                     self._end_code = exit_code
                 case _:
                     self._inbox.append((message, descriptors))

@@ -98,7 +98,7 @@ class Process:
             self.aborted = message.generation
         elif isinstance(message, local.Join):
             self.join = message
-        elif isinstance(message, local.EndWorker):
+        elif isinstance(message, local.End):
             self.end = message.exit_code
         elif isinstance(message, local.HostStore):
             self.offer_store()

@@ -104,14 +104,14 @@ class Slot:
         self.standby.say(local.StandbyHello(self.number))
 
     def _supervise(self, message: Any, fds: tuple[int, ...]) -> None:
-        if isinstance(message, local.EndSupervisor):
+        if isinstance(message, local.End):
             self.end()
 
     def _stand_by(self, message: Any, fds: tuple[int, ...]) -> None:
         match message:
             case local.RunRank(rank=rank, order=order, rehearses=rehearses):
                 self._fork(rank, order, rehearses)
-            case local.EndWorker():
+            case local.End():
                 self._node.timeline.after(self._node.cluster.end_s(), self._end_standby)
 
     def _fork(self, rank: Rank, order: int, rehearses: bool) -> None:

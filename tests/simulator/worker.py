@@ -152,7 +152,7 @@ class Process:
                     self._past += 1
                     if record != record_of(self.rank, self._past):
                         raise Violation("BIT_EXACT", f"rank {self.rank} is told {record!r} of step {self._past}")
-            case local.EndWorker(exit_code=exit_code):
+            case local.End(exit_code=exit_code):
                 self.timeline.after(self._cluster.end_s(), self.end, exit_code)
 
     def _commit(self, step: Step) -> None:

@@ -140,7 +140,7 @@ class ScriptedAgent:
             while not all(worker.finished for worker in self.workers.values()):
                 self.turn()
             for worker in self.workers.values():
-                worker.tell(local.EndWorker(0))
+                worker.tell(local.End(0))
             codes = {rank: wait_for(worker.pid) for rank, worker in self.workers.items()}
             events = {rank: worker.events for rank, worker in self.workers.items()}
             return Outcome(codes, self.swaps, self.restore_steps, events)

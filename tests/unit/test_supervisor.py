@@ -54,7 +54,7 @@ SAYS = """
     from deadpool_plugin.transport.unix import LocalConnection
     parent = os.getppid()
     os.kill(parent, signal.SIGSTOP)
-    LocalConnection(supervisor).send(local.EndSupervisor({code}))
+    LocalConnection(supervisor).send(local.End({code}))
     if os.fork() == 0:
         supervisor.close()
         time.sleep(0.2)

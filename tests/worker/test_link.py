@@ -50,7 +50,7 @@ def test_a_good_end_in_the_midst_of_a_swap_ends_the_wait_for_its_plan():
     assert agent.recv()[0] == local.Progress(3)
     agent.send(local.Abort(1))
     assert agent.recv()[0] == local.Unwound(1)
-    agent.send(local.EndWorker(0))
+    agent.send(local.End(0))
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 
