@@ -60,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
     for path, why in patch.hunks():
         print(f"  {path}: {why}")
     ran = [one for one in versions.CHECKOUTS if one.held]
-    was = "was" if any(_is_of(args.path, version, one) for one in ran) else "was not"
+    git = ["git", "-C", str(args.path), "rev-parse", "HEAD"]
+    here = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    tag = f"core_v{'.'.join(map(str, version))}"
+    was = "was" if any(one.commit == here if one.commit else one.tag == tag for one in ran) else "was not"
     said = ", ".join(one.said for one in ran) or "none"
     print(f"pretrain_gpt.py of this version {was} put through losses with this release; run: {said}")
     return exit_code
@@ -149,11 +152,3 @@ def nearest_first(version: tuple[int, ...]) -> list[str]:
     }
     tags = sorted(numbers, key=lambda tag: [abs(mine - its) for mine, its in zip(version, numbers[tag], strict=True)])
     return ["main", *tags] if version > max(numbers.values()) else [*tags, "main"]  # which is newer than every tag
-
-
-def _is_of(checkout: Path, version: tuple[int, ...], run: versions.Checkout) -> bool:
-    """Return whether the checkout is the version, or the commit of a branch, that was run."""
-    if not run.commit:
-        return run.tag == f"core_v{'.'.join(map(str, version))}"
-    git = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() == run.commit

@@ -63,7 +63,13 @@ class Picture:
             return sum(len(console.render_lines(part, options)) for part in parts)
 
         above: list[RenderableType] = [Text(), self._headline(), self._figures()]
-        below, rows = [*self._swaps(), *self._lines()], self.view.rows()
+        below: list[Text] = []
+        for swap in self.view.swaps[-SWAPS_SHOWN:]:
+            said = named(described(swap, superseded=swap is not self.view.swaps[-1]), self.view.hosts)
+            below.append(Text.assemble((f"swap {swap.generation}  ", "dim"), said))
+        for line in list(self.view.lines)[-LINES_SHOWN:]:
+            below.append(Text.assemble((f"{_clock(line.time)}  node {line.node}  ", "dim"), line.text))
+        rows = self.view.rows()
         room = len(rows)
         if self.height is not None:
             left = self.height - lines_of(*above) - 1  # the cursor's line
@@ -95,15 +101,6 @@ class Picture:
         ]
         cells = [Text.assemble((f"{name} ", "dim"), (value, style), no_wrap=True) for name, value, style in figures]
         return Columns(cells, padding=(0, 3))
-
-    def _swaps(self) -> Iterator[Text]:
-        for swap in self.view.swaps[-SWAPS_SHOWN:]:
-            said = named(described(swap, superseded=swap is not self.view.swaps[-1]), self.view.hosts)
-            yield Text.assemble((f"swap {swap.generation}  ", "dim"), said)
-
-    def _lines(self) -> Iterator[Text]:
-        for line in list(self.view.lines)[-LINES_SHOWN:]:
-            yield Text.assemble((f"{_clock(line.time)}  node {line.node}  ", "dim"), line.text)
 
 
 def _nodes(rows: list[Row], room: int) -> Iterator[RenderableType]:

@@ -167,7 +167,10 @@ class Launcher:
                     self._end(self._config.phase_timeout_s)
             self._settle()
             if time.monotonic() >= self._deadline:
-                self._give_up(running)
+                if left := ", ".join(one.host for one in self._stewards if not one.over):
+                    say(f"the job's commands on {left} have not returned: those hosts are not cleaned up")
+                elif not running.done():
+                    say("the job is over on every host, but deepspeed has not returned: ending it")
                 break
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -210,12 +213,6 @@ class Launcher:
         self._tell(Stop(grace_s))
         self._deadline = min(self._deadline, time.monotonic() + grace_s + LAST_WORD_S)
         self._changed.set()
-
-    def _give_up(self, running: asyncio.Task[int]) -> None:
-        if left := ", ".join(one.host for one in self._stewards if not one.over):
-            say(f"the job's commands on {left} have not returned: those hosts are not cleaned up")
-        elif not running.done():
-            say("the job is over on every host, but deepspeed has not returned: ending it")
 
     def _interrupt(self, number: int) -> None:
         """End the job: at once if it has not formed yet, or the second time. An outcome that is known stays."""

@@ -73,7 +73,11 @@ class Standby:
             readable, _, _ = select.select(waited, [], [])
             if self._signals[0] in readable:
                 os.read(self._signals[0], 1 << 12)
-                self._reap()
+                for pid, exit_code in reaped():
+                    if pid == self._child:
+                        self._child = 0
+                        self._end_children()
+                        self._connection.send(local.WorkerExited(self._order, exit_code))
             if set(self._prewarm.pipes) & set(readable):
                 self._prewarm.begin()
             if self._connection.fileno() in readable:
@@ -84,13 +88,6 @@ class Standby:
         if not (os.getpid() == self._pid and self._child and proc.catches(self._child, number)):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    def _reap(self) -> None:
-        for pid, exit_code in reaped():
-            if pid == self._child:
-                self._child = 0
-                self._end_children()
-                self._connection.send(local.WorkerExited(self._order, exit_code))
 
     def _hear(self) -> None:
         try:

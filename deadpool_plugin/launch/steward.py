@@ -96,7 +96,7 @@ class Steward:
         self._log = events.log_of(config.output_dir, node)
         self._log_begins = self._log.stat().st_size if self._log.exists() else 0  # it may hold earlier jobs
         self._signal, self._deadline = 0, float("inf")
-        self._signalled, self._killed = set[int](), set[int]()
+        self._killed: set[int] = set()
         self._seen = self._formed = False
         self._known: dict[int, int] = {}
         """Processes of the job -> their start times."""
@@ -104,7 +104,7 @@ class Steward:
 
     def serve(self) -> Told:
         """Serve until the job is over here, and the launcher asks for it or is gone; this host's last word."""
-        asked: Tell | None = None
+        asked, signalled = None, set[int]()
         while True:
             alone = self._seen and self._launcher_is_gone() and not self._signal
             word = self._ear.next(ALONE_POLL_S if alone else POLL_S)
@@ -116,8 +116,13 @@ class Steward:
                 asked = word
             elif self._launcher_is_gone() and self._config.on_launcher_loss == "stop" and not self._signal:
                 self._end(signal.SIGHUP, self._config.phase_timeout_s)
+            if self._signal and time.monotonic() > self._deadline:
+                self._killed |= proc.kill_all(lambda: job_processes(self._folder))
             if self._signal:
-                self._press()
+                for pid in supervisors(self._folder) - signalled:
+                    signalled.add(pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, self._signal)
             self._report()
             shall_tell = asked is not None and (self._seen or asked.even_if_unseen)
             if (shall_tell or self._launcher_is_gone()) and not self._is_here():
@@ -151,16 +156,8 @@ class Steward:
         return self._ear.closed or (self._seen and is_silent)
 
     def _end(self, number: int, grace_s: float) -> None:
+        """End the job: the supervisors are asked, once each, and who is left at the deadline is killed."""
         self._signal, self._deadline = number, min(self._deadline, time.monotonic() + grace_s)
-
-    def _press(self) -> None:
-        """Ask the supervisors, once each; kill who is left at the deadline."""
-        if time.monotonic() > self._deadline:
-            self._killed |= proc.kill_all(lambda: job_processes(self._folder))
-        for pid in supervisors(self._folder) - self._signalled:
-            self._signalled.add(pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, self._signal)
 
     def _fate(self) -> list[FateEvent]:
         """Gather this job's fate from its agent's exit code and the node's event log."""
