@@ -305,12 +305,10 @@ def test_ctrl_c_before_the_job_has_formed_ends_it_at_once_and_says_so(job, capfd
 
 def test_a_host_that_ends_before_the_job_forms_ends_it_everywhere(job, capfd):
     """deepspeed itself would wait for the others, which wait for that host."""
-    assert (
-        job(RUNS + "Path(sys.argv[-1]).with_name('exit_code.0').write_text('70')\njob.communicate()\nsignal.pause()\n")
-        == 70
-    )
+    ends = "Path(sys.argv[-1]).with_name('exit_code.0').write_text('70')\n"  # h2 has seen nothing of the job
+    assert job(ends + "signal.pause()\n") == 70
     said = capfd.readouterr().out
-    assert "ended before the job formed: ending it on the other hosts" in said and "exit code 70" in said
+    assert "h1 ended before the job formed: ending it on the other hosts" in said and "exit code 70" in said
 
 
 def test_a_host_is_never_an_option_of_ssh(job, tmp_path):
