@@ -2,9 +2,9 @@
 
 Rules of this file, found the hard way: abort() and shutdown() do not wake a blocked gloo operation, shutdown(2) on
 its connected sockets does. Never touch a listener (gloo throws in its loop thread: SIGABRT) and never a store's
-sockets. A socket is ours if it was accepted by our device (its local address is the listener's) or leads to the
-listener of a peer of the same generation; peers' listeners are exchanged through the store. The device is kept,
-so its port cannot be given to the next generation while anybody might still cut by it.
+sockets. A socket is ours if our device has accepted it: its local address is the listener's. It is ours, too, if it
+leads to the listener of a peer of the same generation; peers exchange those through the store. The device is kept, so
+its port cannot be given to the next generation while anybody might still cut by it.
 """
 
 from __future__ import annotations

@@ -284,8 +284,11 @@ def _backend_for(handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[
 
 
 def _retired(handles: list[Handle], *, aborted: bool) -> list[tuple[Any, bool]]:
-    """The groups behind `handles`, and whether each has to be kept for ever: a destructor would join a thread that is
-    stuck in it (gloo), or abort it under members that still read from this one (NCCL, unless that has been done)."""
+    """The groups behind `handles`, and whether each has to be kept for ever.
+
+    A destructor of gloo's would join a thread that is stuck in the group. One of NCCL's would abort it under members
+    that still read from this one, unless it has been aborted.
+    """
     return [
         (handle.inner, handle.abandoned or (not aborted and "nccl" in handle.backends.values()))
         for handle in handles

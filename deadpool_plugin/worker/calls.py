@@ -65,9 +65,6 @@ class Call:
         for iterator, position in self.iterators:
             iterator.rewind(position)
 
-    def pulls(self) -> list[list[Any]]:
-        return [iterator.pulled_since(position) for iterator, position in self.iterators]
-
 
 class CallLog:
     """Calls in the order the script made them, and the records of their results by segment."""
@@ -96,7 +93,8 @@ class CallLog:
                 f"at most {CALLS_MAX} between two optimizer steps",
                 f"evaluate less at a time, or {WHOLE_STEP}",
             )
-        if self._keep(call.segment, codec.encode([call.name, outcome, call.pulls(), read])):
+        pulls = [iterator.pulled_since(position) for iterator, position in call.iterators]
+        if self._keep(call.segment, codec.encode([call.name, outcome, pulls, read])):
             return codec.too_large(outcome)
         lacking = codec.TooLarge(f"results of more than {RECORDS_BYTES_MAX >> 20} MiB since the last step")
         records.append(codec.encode([call.name, lacking, [], 0]))

@@ -72,45 +72,38 @@ class Follow:
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        with self._explained():
-            return self._call(name, kind, function, args, kwargs)
-
-    def _call(
-        self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
         followed = Followed.of(function)
-        if self._layout is None and kind is CallKind.SAVE:
-            return followed.skipped(None)
-        if self._layout is None and kind is CallKind.FACT:
-            return self._context.groups.fact(name, lambda: function(*args, **kwargs))
-        if self._layout is None and kind not in RUNS_MODEL:
-            return function(*args, **kwargs)
-        record = self._next_record(name)
-        if record is None:
-            return self._context.mode.call(name, kind, function, args, kwargs)
-        _, value, pulls, read = record
-        step = self._step + 1
-        self._compare(self._context.reads.take(), read, step, name)
-        if kind is CallKind.SAVE:
+        with self._explained():
+            if self._layout is None and kind is CallKind.SAVE:
+                return followed.skipped(None)
+            if self._layout is None and kind is CallKind.FACT:
+                return self._context.groups.fact(name, lambda: function(*args, **kwargs))
+            if self._layout is None and kind not in RUNS_MODEL:
+                return function(*args, **kwargs)
+            record = self._next_record(name)
+            if record is None:
+                return self._context.mode.call(name, kind, function, args, kwargs)
+            _, value, pulls, read = record
+            self._compare(self._context.reads.take(), read, self._step + 1, name)
+            if kind is CallKind.SAVE:
+                self._draw_alike()
+                if error := codec.decode_error(value):
+                    raise error
+                return followed.skipped(value)
+            _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
+            for iterator, pulled in zip([*stand_ins, *self._context.tapes], pulls, strict=True):
+                mine = iterator.skip(*pulled)
+                if mine is not None:
+                    self._compare(mine, pulled[-1], self._step + 1, name)
+                elif pulled[0]:
+                    self._passed_over[iterator.inner] = _Passed(pulled[0], pulled[-1], self._step + 1, name)
+            value = followed.skipped(value)
+            if kind in MAKES_STEP:
+                self._step += 1
+                self._context.tapes.forget()
+                self._more()  # the cut: a take-over begins here, before the script goes on
             self._draw_alike()
-            if error := codec.decode_error(value):
-                raise error
-            return followed.skipped(value)
-        _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
-        for iterator, pulled in zip([*stand_ins, *self._context.tapes], pulls, strict=True):
-            count, digest = pulled[0], pulled[-1]
-            mine = iterator.skip(*pulled)
-            if mine is not None:
-                self._compare(mine, digest, step, name)
-            elif count:
-                self._passed_over[iterator.inner] = _Passed(count, digest, step, name)
-        value = followed.skipped(value)
-        if kind in MAKES_STEP:
-            self._step += 1
-            self._context.tapes.forget()
-            self._more()  # the cut: a take-over begins here, before the script goes on
-        self._draw_alike()
-        return value
+            return value
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

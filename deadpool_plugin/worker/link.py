@@ -1,9 +1,10 @@
 """The worker's line to its node's agent: one reading thread, and waits that a swap can interrupt.
 
-Rules of this file: the reading thread only notes what came, on `Abort` unblocks the main thread, and hosts a store when
-told (the main thread may be waiting for others that wait for that store); every decision is the main thread's. The
-agent's end of file ends the process: a worker without an agent is nobody's. A process that cannot go on, through no
-fault of the script's, kills itself (`give_up`): its agent replaces it, as one that exits with a code might end the job.
+Rules of this file: the reading thread notes what came, and carries out two orders at once. On `Abort` it unblocks the
+main thread. On `HostStore` it hosts one: the main thread may be waiting for others that wait for that store. Every
+decision is the main thread's. The agent's end of file ends the process: a worker without an agent is nobody's. A
+process that cannot go on, through no fault of the script's, kills itself (`give_up`): its agent replaces it, as one
+that exits with a code might end the job.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Moving a newcomer's data iterators by what the rank itself pulled, without reading where that can be.
 
 A process that takes a rank over in step 50,000 must not read 50,000 batches first. What is not read must not be
-missed: items a rank drew random numbers for come with their random states (`draws`), but a data set may have generators
-of its own, and worker processes may draw where nobody sees it. So only what is surely known to draw nothing is skipped.
+missed. Items a rank drew random numbers for come with their random states (`draws`). But a data set may have generators
+of its own, and worker processes may draw where nobody sees it: only what is surely known to draw nothing is skipped.
 
 Rules of this file: afterwards the iterator gives next what the rank's own gives next. Thread: the main one's.
 Source: torch/utils/data/dataloader.py, alike from 2.9 to 2.15 (which hands workers the data set in a list).

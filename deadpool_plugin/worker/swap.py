@@ -1,7 +1,7 @@
 """The calls of a rank in training, executed through as many swaps as come: rejoin, restore, redo.
 
 Rules of this file: everything runs on the main thread. A generation change surfaces as GenerationChanged at a wait or
-in a collective, inside an interrupted call or a wait at the end of the script, and unwinds to here, no further. A
+in a collective. It unwinds an interrupted call, or the wait at the end of the script, and gets no further than here. A
 generation that changes again meanwhile starts the swap over. Ranks go back to one restore step and redo their own
 calls.
 """
