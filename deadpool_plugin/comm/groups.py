@@ -18,7 +18,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -57,7 +56,7 @@ class Groups:
         self._training = False
         self._books: FlightRecorder | None = None
         self._created: list[tuple[int, ...]] = []
-        self._bootstrap: Store | None = None
+        self.bootstrap: Store | None = None
 
     # ---- the runtime of a process without a worker
 
@@ -85,12 +84,12 @@ class Groups:
         self.generations.enter(generation)
         rank = int(os.environ["RANK"])
         self._network = self._attempt(lambda: Network(generation, store, rank, self.generations), generation)
-        self._bootstrap = PrefixStore("torch", self._network.store)
+        self.bootstrap = PrefixStore("torch", self._network.store)
         self._recorder = Recorder(self._recording_limit_bytes)
 
     def rehearse(self, recording: bytes) -> None:
         """This process rehearses a rank (RANK, WORLD_SIZE) alone: operations return what `recording` has."""
-        self._replay, self._bootstrap = Replay(recording), HashStore()
+        self._replay, self.bootstrap = Replay(recording), HashStore()
 
     def stop_recording(self) -> bytes:
         """The recording of everything since `start`; recording ends, and with it the time when groups can be made.
@@ -232,16 +231,14 @@ class Groups:
 
     # ---- for patches
 
-    def bootstrap(self) -> Store:
-        return present(self._bootstrap, "init_process_group before Groups.start or Groups.rehearse")
-
-    def create(
-        self, rank: int, ranks: tuple[int, ...], backends: dict[str, str], timeout: timedelta, options: Any, name: str
-    ) -> Handle:
+    def create(self, given: Any, request: tuple[dict[str, str], Any]) -> Handle:
         """A new handle, connected or a stand-in. Blocks: when live, until its members do the same.
 
+        Args: given: what torch tells the creator of a group; request: backends by device type, and options for them.
         Raises: Unsupported in training: whoever takes a rank over later has not made it.
         """
+        ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
+        backends, options = request
         if self._training:
             raise Unsupported(
                 f"a process group of ranks {list(ranks)} was made after training had begun, at {user_frame()}",
@@ -251,8 +248,8 @@ class Groups:
         occurrence = self._created.count(ranks)  # alike on all members, which an index over all groups is not
         key = f"{ranks[0]}+{len(ranks)}.{zlib.crc32(repr(ranks).encode()):08x}.{occurrence}"
         handle = Handle(
-            self.runtime, index=len(self._created), key=key, rank=rank, ranks=ranks, backends=backends,
-            timeout=timeout, options=options, name=name,
+            self.runtime, index=len(self._created), key=key, rank=given.group_rank, ranks=ranks, backends=backends,
+            timeout=given.timeout, options=options, name=str(given.group_id),
         )  # fmt: skip
         if self._replay is not None:
             self._replay.group(handle.index, ranks)

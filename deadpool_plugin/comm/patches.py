@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ..errors import Unsupported
+from ..errors import Unsupported, present
 from .groups import Groups
 from .handle import Handle
 
@@ -28,7 +28,7 @@ BACKENDS = ("gloo", "nccl")
 def install(groups: Groups) -> None:
     """From here on torch.distributed makes handles, whatever backend it is asked for; for the life of the process."""
     patches = _Patches(groups)
-    dist.Backend.register_backend(BACKEND, patches.create, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(BACKEND, groups.create, extended_api=True, devices=["cpu", "cuda"])
     _wrap("_new_process_group_helper", patches.new_process_group_helper)
     _wrap("_new_group_with_tag", patches.new_group_with_tag)
     _wrap("init_process_group", patches.init_process_group)
@@ -78,7 +78,7 @@ class _Patches:
             )
         arguments.update(
             init_method=None,
-            store=self._groups.bootstrap(),
+            store=present(self._groups.bootstrap, "init_process_group before Groups.start or Groups.rehearse"),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
         )
@@ -111,20 +111,13 @@ class _Patches:
                     'name "gloo", or install that torch',
                 )
         options = "backend_options" if "backend_options" in arguments else "pg_options"
-        arguments[options] = (backends, arguments[options])  # which torch hands on to `create`
+        arguments[options] = (backends, arguments[options])  # which torch hands to `Groups.create`
         arguments.update(backend=BACKEND, device_id=None)
         group, store = original(**arguments)
         if isinstance(group, Handle):
             c10d._world.pg_map[group] = (c10d.Backend(wanted), store)
             c10d._world.pg_backend_config[group] = str(config)
         return group, store
-
-    def create(self, options: Any, request: tuple[dict[str, str], Any]) -> Handle:
-        """The creator registered with torch: makes the handle that torch then uses as the group."""
-        backends, their_options = request
-        ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-        name = str(options.group_id)
-        return self._groups.create(options.group_rank, ranks, backends, options.timeout, their_options, name)
 
     def maybe_attach_flight_recorder(self, original: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Attach the recorder to torch's own groups only: it asks C++ for a backend, and a handle has none there.
