@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from io import FileIO
 
 import msgspec
 
@@ -17,13 +18,14 @@ from ..core import api, local
 from ..core.placement import divide
 from ..core.types import NO_STEP, Generation, Rank, Source, SwapPlan
 from ..errors import ConfigError, DeadpoolError, invariant, present
+from ..host.output_dedup import Printed
 from ..transport.tasks import Tasks, begin
 from .host import Witness
 from .mirroring import Mirroring
 from .node import LocalNode, Slot
 from .process_monitor import ProcessMonitor
 from .spares import Rehearsal, Spares
-from .workers import Output, Workers
+from .workers import Workers
 
 _RETRY_S = 1.0
 SHARED_S = 120
@@ -158,9 +160,9 @@ class TakeOvers:
             reason = str(error) or f"its rehearsal took more than {timeout_s:g} s"
             self._spares.give_up(slot, rank, f"could not be taken over: {reason}")
             return
-        output = await self._workers.output_of(rank, plan.restore_step)
+        file, printed = await self._workers.output_of(rank, plan.restore_step)
         if rehearsal.alive:  # else it is said already, by whoever noticed
-            self._hand_over(plan, slot, output)
+            self._hand_over(plan, slot, file, printed)
 
     async def _bring(self, plan: SwapPlan, source: Source | None, rehearsal: Rehearsal) -> None:
         """Have snapshot, profile and history here: they are this node's to serve then. Raises: DeadpoolError."""
@@ -185,9 +187,9 @@ class TakeOvers:
         replicas = self._mirroring.profiles[rank].replicas
         self._node.host.store.staged(rank, plan.restore_step, plan.world.generation, replicas)
 
-    def _hand_over(self, plan: SwapPlan, slot: Slot, output: Output) -> None:
+    def _hand_over(self, plan: SwapPlan, slot: Slot, file: FileIO | None, printed: Printed) -> None:
         pair = present(self._node.host.store.own(slot.rank), f"rank {slot.rank} is handed over without an arena")
-        self._workers.take(slot, output, plan.restore_step)
+        self._workers.take(slot, file, printed, plan.restore_step)
         self._spares.done(slot)
         if self._monitor.paused:  # whoever has come to run a rank meanwhile stands still, too
             self._monitor.pause()

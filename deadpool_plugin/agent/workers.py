@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
 from collections.abc import Callable
 from io import FileIO
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from ..core import api, local
 from ..core.types import NO_STEP, Generation, Rank, Step, World
@@ -26,21 +24,6 @@ from .process_monitor import ProcessMonitor
 from .world import worker_env
 
 T = TypeVar("T")
-
-
-class Output(NamedTuple):
-    """A rank's output on this node."""
-
-    file: FileIO | None
-    """None if it cannot be opened."""
-    printed: Printed
-    """What earlier processes of the rank have printed, and one that takes it over will print again."""
-
-    def opened(self) -> int:
-        """Return a descriptor of the file, the caller's. Raises: OSError if it could not be opened in time."""
-        if self.file is None:
-            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-        return os.dup(self.file.fileno())
 
 
 class Workers:
@@ -163,15 +146,15 @@ class Workers:
 
         async def begin() -> None:
             file = await self._in_time(lambda: self._node.host.output.file(path))
-            pipe.assign(path, False, Output(file, {}).opened)
+            pipe.assign(path, False, file, late=file is None)
 
         self._opening.start(begin())
 
-    def _name_output(self, slot: Slot, opened: Callable[[], int] | None = None) -> None:
+    def _name_output(self, slot: Slot, file: FileIO | None = None, late: bool = False) -> None:
         if slot.pipe is None:
             return
         if slot.rank >= 0:
-            slot.pipe.assign(rank_file(self._output_dir, slot.rank, self._node.id), True, opened)
+            slot.pipe.assign(rank_file(self._output_dir, slot.rank, self._node.id), True, file, late)
         else:
             name = f"spare{slot.local_rank}.node{self._node.id}.log"
             slot.pipe.assign(self._output_dir / name, forward=False)
@@ -187,14 +170,14 @@ class Workers:
         for pipe in pipes.values():
             pipe.close()
 
-    async def output_of(self, rank: Rank, step: Step) -> Output:
+    async def output_of(self, rank: Rank, step: Step) -> tuple[FileIO | None, Printed]:
         """Look up what `take` needs, as far as the file system, which may hang with a lost host, says it in time."""
         node, path = self._node, rank_file(self._output_dir, rank, self._node.id)
         file, printed = await asyncio.gather(
             self._in_time(lambda: node.host.output.file(path)),
             self._in_time(lambda: printed_since(self._output_dir, node.credentials.job, rank, step)),
         )
-        return Output(file, printed or {})
+        return file, printed or {}
 
     async def _in_time(self, look: Callable[[], T]) -> T | None:
         with contextlib.suppress(OSError):
@@ -202,11 +185,11 @@ class Workers:
                 return await self._node.host.at_files(look)
         return None
 
-    def take(self, slot: Slot, output: Output, step: Step) -> None:
+    def take(self, slot: Slot, file: FileIO | None, printed: Printed, step: Step) -> None:
         """Have the slot's process, which rehearsed its rank, run it from `step` on, and print nothing again."""
         process = present(slot.living, f"nothing runs rank {slot.rank}")
         invariant(process.rank == slot.rank, f"rank {process.rank} is run in the place of rank {slot.rank}")
         process.took_over = True
-        self._name_output(slot, output.opened)
+        self._name_output(slot, file, late=file is None)
         if slot.pipe is not None:
-            slot.pipe.repeats = Repeats(output.printed, step) if output.printed else None
+            slot.pipe.repeats = Repeats(printed, step) if printed else None

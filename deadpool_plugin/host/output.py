@@ -257,11 +257,11 @@ class Pipe:
     def assigned(self) -> bool:
         return self._path is not None
 
-    def assign(self, path: Path, forward: bool, opened: Callable[[], int] | None = None) -> None:
+    def assign(self, path: Path, forward: bool, file: FileIO | None = None, late: bool = False) -> None:
         """Write into `path` from now on; `forward` to our own standard output too.
 
-        Args: opened: a descriptor of `path`, ours from now on; it may raise OSError, TimeoutError if that is late.
-        Blocks: for the file system, without `opened`.
+        Args: file: `path`, opened already. late: it could not be opened in time; the thread that writes opens it.
+        Blocks: for the file system, with neither.
         """
         if self.ended.is_set() or path == self._path:
             return
@@ -271,11 +271,11 @@ class Pipe:
             self._loop.add_reader(self._fd, self._read)
         self._path, self._forward = path, forward
         try:
-            try:
-                self._file = self._writer.open(path) if opened is None else opened()
-                self._file_bytes = os.fstat(self._file).st_size
-            except TimeoutError:
+            if late:
                 self._file, self._file_bytes = self._writer.open_later(path), None
+            else:
+                self._file = self._writer.open(path) if file is None else os.dup(file.fileno())
+                self._file_bytes = os.fstat(self._file).st_size
         except OSError as error:  # what is printed is not worth a node
             self._file_bytes = 0
             self._writer.forward(f"[deadpool] cannot write {path}, its output is lost: {error.strerror}\n".encode())

@@ -75,7 +75,8 @@ async def rehearse(folder, opened):
     terminal = os.memfd_create("terminal")
     writer = Writer(terminal)
     pipe = Pipe(read_end, writer)
-    pipe.assign(folder / "out", False, opened)
+    writer.open = lambda path: opened()
+    pipe.assign(folder / "out", forward=False)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-B", "-u", "-c", REHEARSES, str(write_end), "s.py", cwd=folder, pass_fds=[write_end],
         stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
