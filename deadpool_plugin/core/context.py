@@ -53,6 +53,7 @@ class Context:
         self.timing = timing
         self.policy = policy
         self.now = 0.0
+        self._lease_s = timing.lease_s
 
         # The world and the view of its members.
         self.world = World(generation=0, node_of=())
@@ -194,7 +195,7 @@ class Context:
     @property
     def in_contact(self) -> bool:
         """Return whether a majority can still be certain not to have replaced this node."""
-        return self.now - self.contact_at < self.timing.lease_s
+        return self.now - self.contact_at < self._lease_s
 
     @property
     def cut_off(self) -> bool:
@@ -265,10 +266,8 @@ class Context:
     def note(self, changed: bool = True) -> None:
         self.changed = self.changed or changed
 
-    def take_news(self) -> bool:
-        """Return whether something has changed that the coordinator has not heard of, and is about to."""
-        changed, self.changed = self.changed, False
-        return changed
+    def forget_news(self) -> None:
+        self.changed = False
 
     def take_actions(self) -> list[Action]:
         actions, self.actions = self.actions, []

@@ -67,6 +67,7 @@ class Controller:
         self._begin_generation()
         self._early: list[Received] = []
         self._reported_at = 0.0
+        self._own_pause_s = timing.own_pause_s
         self._watching: tuple[Generation, NodeId] | None = None
 
     # -- what the caller may look at ---------------------------------------------------------------------------
@@ -110,7 +111,8 @@ class Controller:
         if ctx.ended:
             return []
         gap_s, ctx.now = now - ctx.now, now
-        if ctx.watch.excuse_pause(gap_s):
+        if gap_s > self._own_pause_s:
+            ctx.watch.excuse_pause(gap_s)
             ctx.be_patient(gap_s)
             self._swaps.proposer.excuse_pause(gap_s)
             self._coordination.excuse_pause(gap_s)
@@ -121,7 +123,7 @@ class Controller:
             self._swaps.voter.fence_generation()
             self._mark()
         self._settle()
-        return ctx.take_actions()
+        return ctx.take_actions() if ctx.actions else []
 
     def _take_in(self, event: Input) -> None:
         ctx = self._ctx
@@ -183,7 +185,7 @@ class Controller:
             self._watch_the_right_ones()
             if self._swaps.react():
                 self._mark()
-            if not ctx.ended and ctx.take_news():
+            if ctx.changed and not ctx.ended:
                 self._report()
             if not ctx.loopback:
                 return
@@ -207,6 +209,7 @@ class Controller:
     def _report(self) -> None:
         """Tell the coordinator; while fenced only that this node lives (its promise says the rest)."""
         ctx = self._ctx
+        ctx.forget_news()
         self._reported_at = ctx.now
         heard = ctx.echo[1] if ctx.echo[0] == ctx.coordinator else NEVER
         report = Report(

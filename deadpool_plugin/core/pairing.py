@@ -121,15 +121,12 @@ def _known(calls: GroupCalls) -> Iterator[tuple[int, int, int]]:
     yield calls.count - len(calls.recent), digest, 0
 
 
-def _agree(one: GroupCalls, other: GroupCalls) -> bool:
-    """Return whether their digests are the same after as many collectives as both have issued."""
-    digests = []
-    for calls in (one, other):
-        digest = calls.digest
-        for code in calls.recent[: -1 - max(0, calls.count - min(one.count, other.count)) : -1]:
-            digest = (digest - code) * _INVERSE & MASK
-        digests.append(digest)
-    return digests[0] == digests[1]
+def _digest_at(calls: GroupCalls, number: int) -> int:
+    """The digest after `number` collectives, or the earliest that is known."""
+    for known, digest, _ in _known(calls):
+        if known <= number:
+            return digest
+    return digest
 
 
 def first_difference(
@@ -139,7 +136,8 @@ def first_difference(
 
     Args: ended: ranks whose scripts had ended before their calls were read."""
     (rank, calls), (peer, its) = one, other
-    agree = _agree(calls, its)  # nearly always: thousands of ranks are compared before a swap
+    both = min(calls.count, its.count)
+    agree = _digest_at(calls, both) == _digest_at(its, both)  # nearly always, for each of thousands of ranks
     known = {} if agree else {number: (digest, code) for number, digest, code in _known(calls)}
     found = ""
     for number, digest, code in () if agree else _known(its):

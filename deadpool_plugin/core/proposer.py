@@ -210,16 +210,16 @@ class Proposer:
         if self.proposal is not None:
             self.proposal.deadline += gap_s
 
-    def expire(self) -> None:
-        """The phase's deadline, if it has one and it is over."""
-        ctx, proposal = self._ctx, self.proposal
-        if proposal is not None and proposal.waits_with is not None:
+    def expire(self, proposal: Proposal) -> None:
+        """Go on without those who have not answered once the phase's deadline, if it has one, is over."""
+        ctx = self._ctx
+        if proposal.waits_with is not None:
             # While half of the members wait for a host the others may go on without them; the witness would know.
             if self._needs_witness(proposal) and proposal.claim is None and ctx.now >= self._look_at:
                 self._look_at = ctx.now + ctx.timing.silent_after_s
                 ctx.act(Look(proposal.ballot.generation))
             return
-        if proposal is None or ctx.now < proposal.deadline:
+        if ctx.now < proposal.deadline:
             return
         missing = proposal.missing(ctx.world)
         phase, limit = "Prepare" if proposal.plan is None else "Propose", f"within {ctx.timing.phase_timeout_s:g} s"

@@ -75,12 +75,6 @@ class Watch:
         self.silent.discard(node)
         return self.evidence.pop(node, None) is not None
 
-    def excuse_pause(self, gap_s: float) -> bool:
-        """We ran last `gap_s` ago: what others sent meanwhile may still be queued, so their clocks stood still too.
-
-        Returns: whether that was a pause of our own.
-        """
-        paused = gap_s > self.timing.own_pause_s
-        if paused:
-            self.heard = {node: at + gap_s for node, at in self.heard.items()}
-        return paused
+    def excuse_pause(self, gap_s: float) -> None:
+        """Stop the others' clocks for `gap_s`, while we stood still: what they sent meanwhile may still be queued."""
+        self.heard = {node: at + gap_s for node, at in self.heard.items()}

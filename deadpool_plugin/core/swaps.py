@@ -131,7 +131,8 @@ class Swaps:
         """Deadlines; a coordinator that waits for a host suspends everybody's."""
         ctx = self._ctx
         self.voter.tick()
-        self.proposer.expire()
+        if self.proposer.proposal is not None:
+            self.proposer.expire(self.proposer.proposal)
         limit_s = ctx.timing.decision_timeout_s
         if not ctx.ended and ctx.swapping and ctx.now - ctx.patient_since >= limit_s:
             ctx.fence(f"no decision about generation {ctx.world.generation + 1} within {limit_s:g} s")

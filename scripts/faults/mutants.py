@@ -197,8 +197,8 @@ MUTANTS = (
         "whoever ends the job is the only one to know",
     ),
     Mutant(
-        "own-pause-blamed-on-others", "core/suspicion.py",
-        "paused = gap_s > self.timing.own_pause_s", "paused = False",
+        "own-pause-blamed-on-others", "core/controller.py",
+        "if gap_s > self._own_pause_s:", "if False:",
         "a node that stood still counts all others as silent",
     ),
     Mutant(

@@ -57,9 +57,8 @@ def test_the_first_reason_stays_and_ones_own_pause_is_no_evidence():
     watch = Watch(TIMING, heard={1: 0.0})
     assert watch.suspect(2, "first") and not watch.suspect(2, "second")
     assert watch.evidence == {2: "first"}
-    assert not watch.excuse_pause(3.0)
     assert watch.silences((1, 2), 10.0).keys() == {1}
-    assert watch.excuse_pause(60.0)
+    watch.excuse_pause(60.0)
     assert not watch.silences((1, 2), 65.0)
 
 
