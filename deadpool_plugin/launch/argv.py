@@ -57,8 +57,7 @@ def activate() -> None:
 def supervised(original: list[str], script_words: int) -> list[str]:
     """Turn `python OPTIONS SCRIPT ARGUMENTS...` into `python OPTIONS -m deadpool_plugin.run SCRIPT ARGUMENTS...`
 
-    Args:
-        original: as sys.orig_argv. script_words: how many words at its end are the script and its arguments.
+    Args: original: as sys.orig_argv. script_words: the number of its last words, the script and its arguments.
     """
     options, script = original[1 : len(original) - script_words], original[len(original) - script_words :]
     if options[-1:] == ["-m"]:
@@ -67,12 +66,9 @@ def supervised(original: list[str], script_words: int) -> list[str]:
 
 
 def parse(arguments: Sequence[str]) -> CommandLine:
-    """Split the arguments after the program's name.
+    """Split the arguments after the program's name. Raises: ConfigError.
 
-    `--deadpool-config FILE` may stand anywhere; launch.py's `--local_rank=N`, which it puts first, goes behind the
-    script, where scripts expect it. Without our flag, a DeepSpeed configuration among the arguments may name the file.
-
-    Raises: ConfigError
+    Our flag may stand anywhere; launch.py's `--local_rank=N` goes behind the script, where scripts expect it.
     """
     from .job_files import is_put_in_place  # which loads more than `activate` may
 
@@ -144,10 +140,7 @@ def take_flag(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def named_config(words: Sequence[str]) -> str:
-    """Find our configuration file that the DeepSpeed configuration among `words` names; "" if there is none.
-
-    Raises: ConfigError for a section that is not understood.
-    """
+    """Find our file that the DeepSpeed configuration among `words` names, or "". Raises: ConfigError."""
     found: dict[str, str] = {}
     for path in deepspeed_configs(words):
         section = _read(path).get(SECTION)
@@ -187,7 +180,6 @@ def deepspeed_configs(words: Sequence[str]) -> list[str]:
 
 
 def missing_configs(words: Sequence[str]) -> list[str]:
-    """List the DeepSpeed configurations among `words` that are not here."""
     return [path for path in deepspeed_configs(words) if not os.path.isfile(path)]
 
 

@@ -35,8 +35,7 @@ def new_job() -> str:
 
 
 def folder_of(job: str) -> Path:
-    """Name the job's folder: in the host's memory, never on a disk, gone when it is switched off. On all hosts of a
-    launch the name is the same, whoever the user is there."""
+    """Name the job's folder, the same on all hosts: in the host's memory, never on a disk."""
     return SHM / f"deadpool-{job}"
 
 
@@ -47,7 +46,6 @@ def is_put_in_place(config: str) -> bool:
 
 
 def launch_of(config: str) -> str:
-    """Name the launch that has put the configuration in place, "" if none has."""
     return Path(config).parent.name.removeprefix("deadpool-") if is_put_in_place(config) else ""
 
 
@@ -58,10 +56,7 @@ def exit_code_file(config: str, node: int) -> Path:
 
 @contextlib.contextmanager
 def installed(job: str, config: str, secret: bytes = b"") -> Iterator[Path]:
-    """Keep the job's folder, with its configuration and the secret if one is given, as long as the block runs.
-
-    Raises: ConfigError.
-    """
+    """Keep the job's folder, with configuration and secret, as long as the block runs. Raises: ConfigError."""
     folder = folder_of(job)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -86,15 +81,13 @@ def installed(job: str, config: str, secret: bytes = b"") -> Iterator[Path]:
 
 
 def secret_of(config: Config, path: str) -> bytes:
-    """Return the secret of the job whose configuration is the file `path`: the one that was put in place with it, else
-    as `ensure_secret`. Raises: ConfigError."""
+    """Return the secret that was put in place with the configuration `path`, else as `ensure_secret`."""
     beside = _secret_beside(path)
     return ensure_secret(config.model_copy(update={"secret_file": beside}) if beside else config)
 
 
 def secret_files(config: Config, path: str) -> tuple[str, ...]:
-    """Return where others find the secret of the job whose configuration is the file `path`: as long as the job runs on
-    this host, and where the user has it."""
+    """List where others find the job's secret: as long as it runs on this host, and where the user has it."""
     beside = _secret_beside(path)
     return (*([str(beside)] if beside else []), config.told_secret_file)
 
@@ -105,10 +98,7 @@ def _secret_beside(config: str) -> Path | None:
 
 
 def ensure_secret(config: Config) -> bytes:
-    """Return the secret of `config.secret_file`; the default file is made if it is absent.
-
-    Raises: ConfigError if it is missing, readable by others, somebody else's, or too short.
-    """
+    """Return the secret of `config.secret_file`; the default file is made if it is absent. Raises: ConfigError."""
     path = config.secret_path
     try:
         if "secret_file" not in config.model_fields_set and not path.exists():

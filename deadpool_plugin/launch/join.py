@@ -41,10 +41,7 @@ ATTEMPTS_MAX = 5
 
 
 def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", RUN)) -> int:
-    """Take part in the job until its end; the exit code of this host's supervisors.
-
-    Raises: ConfigError and TransportError for what is wrong, before anything was started.
-    """
+    """Take part in the job until its end; its supervisors' exit code. Raises: ConfigError, TransportError."""
     for _ in range(ATTEMPTS_MAX):
         job = find(wish)
         with configured(job) as config:
@@ -70,13 +67,11 @@ def take_part(job: FoundJob, config: str, command: Sequence[str], program: Seque
 
 @contextlib.contextmanager
 def configured(job: FoundJob) -> Iterator[str]:
-    """Keep the configuration file that this host takes part with, as long as the block runs. Raises: ConfigError.
-
-    It is the user's, or the job's, with the secret where it lies here and without an address, which is another host's.
-    """
+    """Keep the configuration file that this host takes part with, as long as the block runs. Raises: ConfigError."""
     if job.config:
         yield job.config
         return
+    # The job's, with the secret where it lies here, and without an address, which is another host's.
     told = {**yaml.safe_load(job.description.config), "secret_file": os.path.abspath(job.secret_file)}
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(told.get("interface_address") or "")
@@ -152,8 +147,7 @@ def environment(
 
 
 def play_launcher(commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], directory: str) -> int:
-    """Start one process per command in `directory` and wait for all; the first that fails ends the others. The exit
-    code.
+    """Start one process per command in `directory` and wait for all; the first that fails ends the others.
 
     Signals that should end us are passed on. Thread: the main one (the children live as long as it does).
     """

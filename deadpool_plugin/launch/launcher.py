@@ -74,8 +74,6 @@ def launch(words: Sequence[str]) -> int:
 
 
 class Launcher:
-    """One job over ssh; `run` once."""
-
     def __init__(self, request: Request, config: Config) -> None:
         self._request, self._config, self._job = request, config, job_files.new_job()
         self._tag = f"launch.{self._job}."
@@ -105,7 +103,6 @@ class Launcher:
             await asyncio.gather(*(one.close() for one in self._stewards))
 
     async def _keep(self) -> None:
-        """Tell the stewards, for ever, that somebody is here."""
         while True:
             self._tell(Alive())
             await asyncio.sleep(self._config.silent_after_s / 5)
@@ -115,7 +112,6 @@ class Launcher:
             one.say(word)
 
     def _told(self) -> dict[int, Sequence[Event]]:
-        """Return the events of each node whose steward has had its last word."""
         return {one.node: one.told.events for one in self._stewards if one.told}
 
     async def _prepare(self) -> None:
@@ -138,7 +134,6 @@ class Launcher:
             spare_nodes(self._config.spares, [one.name for one in self._stewards])
 
     async def _deepspeed(self) -> asyncio.subprocess.Process:
-        """Start the real launcher."""
         config = str(job_files.folder_of(self._job) / job_files.CONFIG)
         options = [os.environ.get("PDSH_SSH_ARGS_APPEND", ""), *keep_alive(self._config)]
         env = {**os.environ, proc.TAG: self._tag, "PDSH_SSH_ARGS_APPEND": " ".join(options).strip()}
@@ -148,11 +143,7 @@ class Launcher:
         )  # fmt: skip
 
     async def _follow(self, launched: asyncio.subprocess.Process) -> int:
-        """Wait for deepspeed and every steward, and no longer than `_deadline` once the others cannot change the
-        outcome; deepspeed's exit code, 0 or more.
-
-        A host whose processes stand still never returns, and its sshd keeps deepspeed's connection alive.
-        """
+        """Wait for deepspeed and every steward; deepspeed's exit code, 0 or more."""
         running = asyncio.create_task(launched.wait())
         running.add_done_callback(lambda _: self._changed.set())
         listening = [asyncio.create_task(one.listen(self._changed)) for one in self._stewards]
@@ -166,6 +157,7 @@ class Launcher:
                 if self._config.on_launcher_loss == "stop":
                     self._end(self._config.phase_timeout_s)
             self._settle()
+            # A host whose processes stand still never returns, and its sshd keeps deepspeed's connection alive.
             if time.monotonic() >= self._deadline:
                 if left := ", ".join(one.host for one in self._stewards if not one.over):
                     say(f"the job's commands on {left} have not returned: those hosts are not cleaned up")
@@ -191,7 +183,6 @@ class Launcher:
             self._end(self._config.phase_timeout_s)
 
     def _has_formed(self) -> bool:
-        """Return whether any of the stewards has seen the job's first world."""
         return any(one.formed for one in self._stewards)
 
     def _end_unformed(self) -> None:

@@ -44,10 +44,7 @@ class Outcome(msgspec.Struct, frozen=True):
 def outcome(told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], launcher_code: int) -> Outcome:
     """Find the outcome of a job that is over.
 
-    Args:
-        told: node -> its events; nodes that do not answer are left out.
-        hosts: their names by node id.
-        launcher_code: deepspeed's own exit code, for a job that nobody says anything of.
+    Args: told: the events of each node that answers. launcher_code: deepspeed's, if nobody says anything of the job.
     """
     heard = [event for said in told.values() for event in said]
     names = dict(enumerate(hosts))
@@ -63,11 +60,7 @@ def outcome(told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], la
 
 
 def ended(heard: Sequence[events.Event]) -> Verdict | None:
-    """Find how the job has ended, as far as its nodes say; None if it has not.
-
-    Args:
-        heard: all nodes' events; kinds that are not TELLING may be left out.
-    """
+    """Find how the job has ended, as far as its nodes say; None if it has not. Kinds not TELLING may be left out."""
     return _finished(heard) or (None if _waits(heard) else _stopped(heard))
 
 
@@ -77,9 +70,7 @@ def settled(told: Mapping[int, Sequence[events.Event]], running: Collection[int]
     A host that is silent cannot, nor can one that the job went on without. After a verdict the others cannot if those
     who gave it are more than half.
 
-    Args:
-        running: nodes whose hosts have said lately that the job's processes run there.
-        nodes: how many were launched.
+    Args: running: nodes whose hosts have said lately that the job's processes run there.
     """
     heard = [event for said in told.values() for event in said]
     if ended(heard) is None:

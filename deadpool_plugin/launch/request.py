@@ -85,11 +85,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def slots_of(args: argparse.Namespace, runner: object, is_named: bool) -> list[tuple[str, int]]:
-    """The hosts that deepspeed will use, each with its slots; empty without a hostfile.
-
-    Args: is_named: the command line names the hostfile.
-    Raises: ConfigError.
-    """
+    """List the hosts that deepspeed will use, each with its slots; none without a hostfile. Raises: ConfigError."""
     if is_named and not os.path.isfile(args.hostfile):
         raise ConfigError(
             f"there is no hostfile {args.hostfile}",
@@ -112,10 +108,7 @@ def slots_of(args: argparse.Namespace, runner: object, is_named: bool) -> list[t
 
 
 def understood(words: Sequence[str]) -> Request:
-    """`read` in a process of its own, whose messages are the user's.
-
-    Raises: SystemExit with its exit code if it did not like `words`.
-    """
+    """Do `read` in a process of its own, whose messages are the user's. Raises: SystemExit with its exit code."""
     done = subprocess.run([sys.executable, "-m", __name__, *words], stdout=subprocess.PIPE, check=False)
     if done.returncode or not done.stdout:
         raise SystemExit(done.returncode)

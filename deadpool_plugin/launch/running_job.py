@@ -78,9 +78,9 @@ def find(wish: Wish) -> FoundJob:
 
 
 def existing_secret(config: Config, members: Sequence[files.ContactFile] = ()) -> bytes:
-    """Read the job's secret. It is never made here: a new one would be a wrong one. `members`: who has it.
+    """Read the secret of a job of `members`. It is never made here: a new one would be a wrong one.
 
-    Raises: ConfigError; TransportError if there are such files, and none of those hosts answers.
+    Raises: ConfigError; TransportError if none of them answers.
     """
     if os.path.exists(config.secret_path):
         return job_files.ensure_secret(config)
@@ -124,10 +124,9 @@ async def _described(
 
 
 def check_unused(config: Config) -> None:
-    """Check that no job runs that writes to the configuration's output_dir, whatever its secret is. Hosts that do not
-    answer count as gone.
+    """Check that no job runs in the configuration's output_dir, whatever its secret is. Raises: ConfigError.
 
-    Raises: ConfigError. Blocks: at most ASK_S and a moment.
+    Hosts that do not answer count as gone. Blocks: at most ASK_S and a moment.
     """
     named, secret = files.published(config.output_dir), job_files.ensure_secret(config)
     hosts = asyncio.run(_at_work(named, Credentials(secret))) if named else []
@@ -140,7 +139,6 @@ def check_unused(config: Config) -> None:
 
 
 async def _at_work(named: Sequence[files.ContactFile], credentials: Credentials) -> list[str]:
-    """Find the hosts of the members among them."""
     asked = (ask(one.control, credentials.of(one.job), Describe(), ASK_S) for one in named)
     answers = await asyncio.gather(*asked, return_exceptions=True)
     there = [
@@ -157,8 +155,7 @@ async def _at_work(named: Sequence[files.ContactFile], credentials: Credentials)
 def stop(job: FoundJob) -> list[str]:
     """End the job as Ctrl-C in its launcher does (exit code 130 everywhere); returns once no member is there any more.
 
-    Returns: the hosts that gave no answer at all: lost ones, or ones out of reach from here, which hear of it from the
-    others if those reach them.
+    Returns: the hosts that gave no answer: lost, or out of reach from here (they hear of it from the others).
     Raises: TransportError if no member takes the request, or some are still there after STOP_LIMIT_S.
     """
     say(f"ending the job of {_listed(job.description.hellos)}")

@@ -39,10 +39,7 @@ Run = Callable[[local.RunRank, int], object]
 
 
 class Standby:
-    """Serves orders until the agent says it is over; `serve` never returns.
-
-    Args: ending_s: how long what was killed may take to end.
-    """
+    """Serves orders until the agent says it is over. `ending_s`: how long what was killed may take to end."""
 
     def __init__(
         self,
@@ -59,7 +56,6 @@ class Standby:
         self._prewarm = Prewarm()
 
     def serve(self) -> NoReturn:
-        """Import, then wait for orders and for ends."""
         become_subreaper()
         be_the_first_to_go()
         signal.signal(signal.SIGTERM, self._told_to_end)

@@ -44,8 +44,7 @@ _KINDS = tuple(f'"event":"{kind.__name__}"'.encode() for kind in FateEvent.__arg
 def job_processes(folder: Path) -> dict[int, list[bytes]]:
     """Find the processes of this user that were started with the configuration in `folder`: pid -> command line.
 
-    launch.py and the shell that started it, supervisors, agent, standby processes, workers, in whatever session.
-    Supervisors and their ancestors name the folder on the command line, their descendants in the environment.
+    Supervisors and their ancestors (launch.py, its shell) name it on the command line, descendants in the environment.
     """
     wanted, found = os.fsencode(folder) + b"/", {}
     for pid, environment in proc.environments():
@@ -129,8 +128,7 @@ class Steward:
                 return Told(self._fate(), len(self._killed))
 
     def _is_here(self) -> bool:
-        """Return whether a process of the job is on this host. All of the host's are looked at only if none that was
-        found before is left."""
+        """Return whether a process of the job is on this host. All are looked at only if none known before is left."""
         looks = {pid: proc.look(pid) for pid in self._known}
         there = {pid for pid, seen in looks.items() if seen is not None and not seen.ending}
         self._known = {pid: began for pid, began in self._known.items() if pid in there and _began(pid) == began}
@@ -138,8 +136,7 @@ class Steward:
         return bool(self._known)
 
     def _report(self) -> None:
-        """Tell the launcher that the job runs here. A launcher that is gone would let our words pile up until a write
-        blocks."""
+        # A launcher that is gone would let our words pile up until a write blocks.
         if not self._seen or self._ear.closed or self._launcher_is_gone():
             return
         formed = self._formed or any(isinstance(event, events.NodeJoined) for event in self._fate())
@@ -160,7 +157,6 @@ class Steward:
         self._signal, self._deadline = number, min(self._deadline, time.monotonic() + grace_s)
 
     def _fate(self) -> list[FateEvent]:
-        """Gather this job's fate from its agent's exit code and the node's event log."""
         found: list[FateEvent] = []
         with contextlib.suppress(OSError, ValueError):
             file = job_files.exit_code_file(str(self._folder / job_files.CONFIG), self._node)

@@ -133,7 +133,6 @@ class Supervisor:
         self._poll.register(self._standby_end, select.POLLIN)
 
     def _serve(self) -> None:
-        """Wait for one thing to happen, and handle it; a signal we were told to end by has its time."""
         ready = self._poll.poll(max(0.0, self._leave_by - time.monotonic()) * 1000 if self._left_for else None)
         if not ready:
             self._finish(128 + self._left_for)

@@ -70,11 +70,7 @@ def _rehearse(connection: LocalConnection, config: Config, local_rank: int) -> C
 
 
 def run_script(argv: list[str], context: Context, failed: Callable[[str], None]) -> int:
-    """Run the user's script as `python SCRIPT ARGUMENTS...` or `python -m MODULE ARGUMENTS...` would; the exit code for
-    this process.
-
-    A script that ends well waits for everybody else's end; otherwise `failed` hears why.
-    """
+    """Run the user's script as python would; the exit code for this process. `failed` hears why it did not end well."""
     try:
         try:
             spell_local_rank()
