@@ -81,8 +81,9 @@ def start_following(
 
 
 def _worker_context(connection: LocalConnection, config: Config, local_rank: int, rehearses: bool = False) -> Context:
-    from .adapters.deepspeed import DeepSpeedAdapter, extensions
-    from .adapters.megatron import MegatronAdapter
+    from .adapters.deepspeed import extensions
+    from .adapters.deepspeed.adapter import DeepSpeedAdapter
+    from .adapters.megatron.adapter import MegatronAdapter
     from .comm.groups import Groups
     from .worker.adapter import Adapter
     from .worker.context import Context

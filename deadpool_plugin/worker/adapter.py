@@ -72,11 +72,9 @@ class Adapter(Protocol):
     def package(self) -> tuple[str, str]:
         """The name and version of the package that was imported. After `install`."""
 
-    def install(self, handler: CallHandler) -> None:
-        """Wrap the framework's calls so that each goes through `handler`. Once, before the framework is used."""
-
-    def install_saving(self, saves: Saves) -> None:
-        """Hand the framework's own ways of saving to `saves`. Right after `install`."""
+    def install(self, handler: CallHandler, saves: Saves) -> None:
+        """Wrap the framework's calls so that each goes through `handler`, and its own ways of saving. Once, before the
+        framework is used."""
 
     def is_used(self) -> bool:
         """Return whether the script has built something by now that this framework trains."""

@@ -75,8 +75,7 @@ class Context:
             from . import dcp  # torch imports a good deal for it
 
             for adapter in available(self._adapters):
-                adapter.install(functools.partial(self._call, adapter))
-                adapter.install_saving(self.saves)
+                adapter.install(functools.partial(self._call, adapter), self.saves)
             dcp.install(self.saves)
             return original(*args, **kwargs)
 

@@ -39,7 +39,9 @@ class Calls:
         from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 
         original = MegatronAdapter.install
-        MegatronAdapter.install = lambda adapter, handler: original(adapter, functools.partial(self._call, handler))  # type: ignore
+        MegatronAdapter.install = lambda adapter, handler, saves: original(  # type: ignore
+            adapter, functools.partial(self._call, handler), saves
+        )
 
     def _call(self, handler: Any, name: str, kind: Any, function: Any, args: Any, kwargs: Any) -> Any:
         if self._inside:

@@ -198,7 +198,7 @@ def test_what_deepspeed_keeps_beside_its_engine_is_put_back(engine, monkeypatch)
 
 
 def test_modules_under_way_with_zero_3_are_not_remembered():
-    partitioned, before = Partitioned(None, [], []), list(FWD_MODULE_STACK)
+    partitioned, before = Partitioned([], []), list(FWD_MODULE_STACK)
     FWD_MODULE_STACK.append(torch.nn.Linear(1, 1))
     partitioned.clean()
     assert before == FWD_MODULE_STACK

@@ -11,8 +11,9 @@ from support.stand_in import fake
 
 pytest.importorskip("deepspeed")
 
-from deadpool_plugin.adapters.deepspeed import DeepSpeedAdapter, refusals
-from deadpool_plugin.adapters.megatron import MegatronAdapter
+from deadpool_plugin.adapters.deepspeed import refusals
+from deadpool_plugin.adapters.deepspeed.adapter import DeepSpeedAdapter
+from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec, rng
 from deadpool_plugin.worker.context import available

@@ -10,7 +10,8 @@ import pytest
 import torch
 from adapters.test_megatron_state import Job, arguments
 
-from deadpool_plugin.adapters.megatron import MegatronAdapter, bookkeeping
+from deadpool_plugin.adapters.megatron import bookkeeping
+from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
 from deadpool_plugin.worker.staging import Layout

@@ -57,13 +57,13 @@ class DeepSpeedAdapter(Adapter):
 
         return "deepspeed", deepspeed.__version__
 
-    def install(self, handler: CallHandler) -> None:
+    def install(self, handler: CallHandler, saves: Saves) -> None:
         from deepspeed.runtime.engine import DeepSpeedEngine
         from deepspeed.runtime.pipe.engine import PipelineEngine
 
         self._calls = calls = Calls(handler)
         calls.install(DeepSpeedEngine, PipelineEngine)
-        checkpoints.install_loading(calls, DeepSpeedEngine)
+        checkpoints.install(saves, calls, DeepSpeedEngine)
         zero3.install(calls)
         refusals.install(DeepSpeedEngine, lambda: calls.is_training)
         after_init(DeepSpeedEngine, self._engine_made)
@@ -73,11 +73,6 @@ class DeepSpeedAdapter(Adapter):
             raise Unsupported("the script makes another DeepSpeed engine during training", "exactly one", ONE_ENGINE)
         self._made.append(weakref.ref(engine))
         zero3.ModelCall.watch(self.calls, engine)
-
-    def install_saving(self, saves: Saves) -> None:
-        from deepspeed.runtime.engine import DeepSpeedEngine
-
-        checkpoints.install_saving(saves, self.calls, DeepSpeedEngine)
 
     def is_used(self) -> bool:
         return any(made() is not None for made in self._made)

@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ GATHERING = ("_zero3_consolidated_16bit_state_dict", "_consolidated_16bit_state_
 """Methods that gather the weights with ZeRO 3: accelerate calls them."""
 
 
-def install_saving(saves: Saves, calls: Calls, engine_class: Any) -> None:
-    """Wrap the methods that save. Once, before the engine is built."""
+def install(saves: Saves, calls: Calls, engine_class: Any) -> None:
+    """Wrap what saves and loads. Once, before the engine is built."""
 
-    def wrap(name: str, make: Callable[..., SaveCall]) -> None:
+    def wrap(name: str, make: Function) -> None:
         if hasattr(engine_class, name):
             original = getattr(engine_class, name)
             wrapper = saves.wrapped(original, functools.partial(make, original), lambda: calls.busy)
@@ -44,13 +44,14 @@ def install_saving(saves: Saves, calls: Calls, engine_class: Any) -> None:
         wrap(name, functools.partial(WeightsSave, saves, calls))
     for name in GATHERING:
         wrap(name, functools.partial(Gathering, calls))
+    install_loading(calls, engine_class)
 
 
 class WeightsSave(SaveCall):
     """The model's weights alone, by the ranks that have them."""
 
     whole = False
-    within = "save_filename"
+    named_by = "save_filename"
     """The parameter that names what is saved within `save_dir`."""
 
     def __init__(
@@ -58,7 +59,7 @@ class WeightsSave(SaveCall):
     ) -> None:
         self._saves, self._calls, self._original, self._engine = saves, calls, original, args[0]
         self._arguments = structure(dict(inspect.signature(original).bind(*args, **kwargs).arguments))
-        self.name, given = f"engine.{original.__name__}", self._arguments.get(self.within)
+        self.name, given = f"engine.{original.__name__}", self._arguments.get(self.named_by)
         self._within = self._name_if_none() if given is None else str(given)
 
     def _name_if_none(self) -> str:
@@ -89,7 +90,7 @@ class Save(WeightsSave):
     """
 
     whole = True
-    within = "tag"
+    named_by = "tag"
 
     def _name_if_none(self) -> str:
         return f"global_step{self._engine.global_steps}"
@@ -165,11 +166,7 @@ class Gathering(SaveCall):
 
 
 def install_loading(calls: Calls, engine_class: type) -> None:
-    """Wrap `load_checkpoint`. Once, before the engine is built.
-
-    Before the first forward, loading is DeepSpeed's affair, but for which checkpoint is the newest: a process that
-    rehearses a rank later is told what the rank itself found.
-    """
+    """Wrap `load_checkpoint`. A later rehearsal of the rank is told the newest checkpoint that the rank found."""
 
     @in_place_of(engine_class, "load_checkpoint")
     def load_checkpoint(
@@ -181,16 +178,15 @@ def install_loading(calls: Calls, engine_class: type) -> None:
             load = functools.partial(original, engine, load_dir, tag, *args, **kwargs)
             return calls.do(Load(calls, "engine.load_checkpoint", load))
         newest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+
+        def tag_there() -> str | None:
+            return newest.read_text().strip() if newest.is_file() else None
+
         if tag is None:
-            tag = calls.handler(f"the tag in {newest}", CallKind.FACT, _tag_in, (newest,), {})
+            tag = calls.handler(f"the tag in {newest}", CallKind.FACT, tag_there, (), {})
         if tag is None and newest.is_file():
             return None, None  # there was none when the job began
         return original(engine, load_dir, tag, *args, **kwargs)
-
-
-def _tag_in(newest: Path) -> str | None:
-    """Return the tag that DeepSpeedEngine.load_checkpoint reads there; None if there is no checkpoint."""
-    return newest.read_text().strip() if newest.is_file() else None
 
 
 class Load(EngineCall):

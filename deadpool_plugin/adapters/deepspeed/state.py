@@ -68,8 +68,8 @@ class EngineState:
         in_groups = [parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]]
         masters = in_groups
         if engine.zero_optimization_stage() == 3:
-            self._partitioned = Partitioned(optimizer, self._modules, self._parameters)
-            masters = self._partitioned.masters
+            self._partitioned = Partitioned(self._modules, self._parameters)
+            masters = list(optimizer.fp32_partitioned_groups_flat)
         self.adam = Adam(engine.basic_optimizer, masters, engine.lr_scheduler)
         check_schedule(engine.lr_scheduler)
         self.buffers = Buffers(self._modules)
@@ -207,7 +207,8 @@ class EngineState:
     def after_restore(self) -> None:
         optimizer = self.engine.optimizer
         if self._partitioned:
-            self._partitioned.refresh()
+            for number in range(len(optimizer.fp16_groups)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
         elif hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
         elif hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer, which bf16 without ZeRO has too

@@ -98,16 +98,12 @@ class Attributes:
 class Partitioned:
     """The parameters of an engine with ZeRO 3: partitioned, and gathered while a module runs."""
 
-    def __init__(self, optimizer: Any, modules: Sequence[Any], parameters: Sequence[Any]) -> None:
+    def __init__(self, modules: Sequence[Any], parameters: Sequence[Any]) -> None:
         from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-        self._optimizer, self._modules, self._parameters = optimizer, modules, parameters
+        self._modules, self._parameters = modules, parameters
         self._of_modules = Attributes(modules, OF_MODULES)
         self._of_parameters = TransientState([FWD_MODULE_STACK, *map(vars, parameters)])
-
-    @property
-    def masters(self) -> list[torch.Tensor]:
-        return list(self._optimizer.fp32_partitioned_groups_flat)
 
     def clean(self) -> None:
         """Leave nothing gathered or in use. Never communicates."""
@@ -125,11 +121,6 @@ class Partitioned:
         for parameter in self._parameters:
             parameter.ds_active_sub_modules.clear()
             free_param(parameter)
-
-    def refresh(self) -> None:
-        """Copy the masters into this rank's partitions of the model's parameters."""
-        for number in range(len(self._optimizer.fp16_groups)):
-            self._optimizer._reassign_or_swap_out_partitioned_parameters(number)
 
 
 def _clear_caches(owner: type) -> None:

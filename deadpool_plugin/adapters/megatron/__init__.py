@@ -1,5 +1,1 @@
 """Megatron-core: DistributedDataParallel, MegatronOptimizer, OptimizerParamScheduler and the pipeline schedules."""
-
-from .adapter import MegatronAdapter
-
-__all__ = ["MegatronAdapter"]

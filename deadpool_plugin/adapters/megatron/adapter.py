@@ -28,11 +28,7 @@ from ..common import REMEDY, Function, after_init, in_place_of
 from . import bookkeeping, refusals, saving
 from .state import TrainingState, check_base, parts_of
 
-SCHEDULES = (
-    "forward_backward_no_pipelining",
-    "forward_backward_pipelining_without_interleaving",
-    "forward_backward_pipelining_with_interleaving",
-)
+SCHEDULES = ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
 TRACKER = "latest_checkpointed_iteration.txt"
 HASHES = "check_param_hashes_across_dp_replicas"
 """Function behind `--check-weight-hash-across-dp-replicas-interval`."""
@@ -62,7 +58,7 @@ class MegatronAdapter(Adapter):
 
         return "megatron-core", megatron.core.__version__
 
-    def install(self, handler: CallHandler) -> None:
+    def install(self, handler: CallHandler, saves: Saves) -> None:
         try:
             from megatron.core.distributed import DistributedDataParallel
         except ImportError as error:
@@ -92,7 +88,7 @@ class MegatronAdapter(Adapter):
         if hasattr(loop := sys.modules.get(bookkeeping.LOOP), bookkeeping.CONSUME):
             wrap_call(loop, bookkeeping.CONSUME, CallKind.PLAIN)
         for name in SCHEDULES:
-            wrap_call(schedules, name, CallKind.FORWARD)
+            wrap_call(schedules, f"forward_backward_{name}", CallKind.FORWARD)
         for cls in _subclasses(optimizers.MegatronOptimizer):
             if "step" in vars(cls):
                 wrap_call(cls, "step", CallKind.UPDATE)
@@ -105,11 +101,9 @@ class MegatronAdapter(Adapter):
         remedy = "set config.finalize_model_grads_func, which the schedule calls"
         refuse_outside(DistributedDataParallel, "finish_grad_sync", self._is_outside, remedy)
         install_facts(handler)
+        saving.install(saves)
         skipping.WRAPPERS[RerunDataIterator] = ("iterable", "replaying")
         skipping.DRAWS_NOTHING.append(_reads_by_index)
-
-    def install_saving(self, saves: Saves) -> None:
-        saving.install(saves)
 
     def is_used(self) -> bool:
         return bool(self._optimizers)
@@ -208,9 +202,8 @@ def install_facts(handler: CallHandler) -> None:
     """Let a process that rehearses a rank later find the facts that the rank itself found when the job began.
 
     With `--load X --save X` a job begins without a checkpoint and soon has one. A rehearsal that saw it would load it,
-    with collectives that the job never made. Which one is loaded is decided by such a collective, whose result is
-    recorded; so what matters is whether the file that names the newest one is there. Nor has a rehearsal parameters
-    whose hashes could be compared.
+    with collectives that the job never made. Which one is loaded is decided by a collective whose result is recorded.
+    Nor has a rehearsal parameters whose hashes could be compared.
     Source: megatron/training/checkpointing.py `_load_base_checkpoint`, `checkpoint_exists` (core_v0.14.0 to main; those
     of 0.19 and later ask `os.path` itself); megatron/core/utils.py `check_param_hashes_across_dp_replicas`.
     """
@@ -244,13 +237,10 @@ def _remember_instances(cls: type, instances: list[Any]) -> None:
     after_init(cls, remember)
 
 
-def _subclasses(cls: type) -> list[type]:
-    """`cls` and everything below it that is imported by now."""
-    found: list[type] = [cls]
+def _subclasses(cls: type) -> dict[type, None]:
+    """Return `cls` and everything below it that is imported by now, in order."""
     children: list[type] = cls.__subclasses__()
-    for child in children:
-        found += [sub for sub in _subclasses(child) if sub not in found]
-    return found
+    return dict.fromkeys([cls, *(below for child in children for below in _subclasses(child))])
 
 
 def _mean(reported: Any) -> float | None:

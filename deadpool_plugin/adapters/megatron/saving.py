@@ -159,8 +159,8 @@ class Save(FolderSave):
         if self._request is None:
             self._request = made._replace(finalize_fns=FinalizeFunctions())
         functions = self._request.finalize_fns
-        functions[: functions.own] = made.finalize_fns
-        functions.own, functions.flight = len(made.finalize_fns), flight
+        functions[: functions.own] = [flight.begin, *made.finalize_fns]
+        functions.own, functions.flight = 1 + len(made.finalize_fns), flight
         return self._request
 
     def skipped(self, outcome: Any) -> Any:
@@ -194,6 +194,10 @@ class RequestFlight(Flight):
         self.queue: Any = None
         self.active: Any = None
         self._stopping = False
+
+    def begin(self) -> None:
+        """Keep the files from the first finalize function on: the checkpoint may become complete."""
+        self.keep_files = self.keep_files or not self.cancelled
 
     def stop(self) -> None:
         process = getattr(self.active.async_caller, "process", None) if self.active is not None else None
@@ -294,24 +298,8 @@ class Finalize(QueueCall):
     def _look(self, *args: Any, **kwargs: Any) -> list[int]:
         flights = [flight for flight in list(self._saves.flights) if isinstance(flight, RequestFlight)]
         waiting = [flight for flight in flights if flight.queue is self._queue]
-        for flight in waiting:
-            _note_beginning(flight)
         finalized: list[int] = self._original(self._queue, *args, **kwargs)
         for flight in waiting:
             if flight.active.idx in finalized:
                 flight.completed()
         return finalized
-
-
-def _note_beginning(flight: RequestFlight) -> None:
-    """From its first finalize function on, the checkpoint may become complete: its files stay."""
-    functions = flight.active.async_request.finalize_fns
-    if functions and not getattr(functions[0], "notes", False):
-        first = functions[0]
-
-        def begin() -> None:
-            flight.keep_files = flight.keep_files or not flight.cancelled
-            first()
-
-        begin.notes = True  # type: ignore[attr-defined]
-        functions[0] = begin

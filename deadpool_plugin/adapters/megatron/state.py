@@ -9,6 +9,7 @@ Masters that live in model memory (fp32 parameters) stay where they are and are 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,16 +18,7 @@ import torch
 from ...errors import Unsupported
 from ...worker.adapter import Scalars
 from ...worker.module_state import PLAIN, Buffers, Values, is_plain
-from ..common import (
-    MOMENTS,
-    REMEDY,
-    Option,
-    group_scalars,
-    load_group_scalars,
-    load_steps,
-    refuse,
-    refuse_third_moment,
-)
+from .. import common
 from . import bookkeeping
 
 SUPPORTED = ("Adam", "AdamW", "FusedAdam")
@@ -36,6 +28,7 @@ OF_MODULES = frozenset(
     {"current_microbatch", "max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached"}
 )
 """Attributes: what pipeline_parallel/schedules.py tells layers for CUDA graphs, and what CACHES were made for."""
+PRECISION = common.Option("use_precision_aware_optimizer", "keeps moments that are not fp32", "switch it off")
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that a view is aligned as a tensor of its own would be
 
 
@@ -53,7 +46,13 @@ class TrainingState:
         self._parts = [part for part in parts_of(optimizer) if getattr(part, "optimizer", None) is not None]
         for part in self._parts:
             _check_supported(part)
-        _check_no_frozen_parameters(chunks)
+        frozen = [n for chunk in chunks for n, p in chunk.module.named_parameters() if not p.requires_grad]
+        if frozen:
+            raise Unsupported(
+                f"{len(frozen)} parameters are frozen (first: {frozen[0]}), which a replacement rank could not rebuild",
+                "none",
+                f"train all parameters, {common.REMEDY}",
+            )
         self._modules = [module for chunk in chunks for module in chunk.modules()]
         for module in self._modules:
             if hasattr(module, "_maintain_float32_expert_bias"):  # the first forward would rebind a buffer (router.py)
@@ -77,7 +76,7 @@ class TrainingState:
                     fixed.append(parameter.data)
                 else:
                     movable.append((parameter, None))
-                movable += [(state, name) for name in MOMENTS]
+                movable += [(state, name) for name in common.MOMENTS]
         return _move_into_one_buffer(movable) + merge_neighbours(fixed)
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -97,14 +96,14 @@ class TrainingState:
 
     def visible(self) -> Scalars:
         return {
-            "groups": [group_scalars(part.optimizer.param_groups) for part in self._parts],
+            "groups": [common.group_scalars(part.optimizer.param_groups) for part in self._parts],
             "schedulers": [_scheduler_state(scheduler) for scheduler in self._schedulers],
             "values": self._values.changed(),
         }
 
     def show(self, visible: Scalars) -> None:
         for part, groups in zip(self._parts, visible["groups"], strict=True):
-            load_group_scalars(part.optimizer.param_groups, groups)
+            common.load_group_scalars(part.optimizer.param_groups, groups)
         for scheduler, saved in zip(self._schedulers, visible["schedulers"], strict=True):
             # load_state_dict is additive on a live scheduler (it steps by the saved count), so set it outright.
             vars(scheduler).update(saved)
@@ -127,7 +126,7 @@ class TrainingState:
         self.show(scalars["visible"])
         self._learned.load(scalars["learned"])
         for part, steps, scaler in zip(self._parts, scalars["steps"], scalars["scalers"], strict=True):
-            load_steps((state for _, state in _parameters(part)), steps)
+            common.load_steps((state for _, state in _parameters(part)), steps)
             if scaler is not None:
                 part.grad_scaler.load_state_dict(
                     {k: torch.tensor([v]) if k == "scale" else v for k, v in scaler.items()}
@@ -218,15 +217,11 @@ class Learned:
             for name in known.keys() - values.keys() - first.keys():
                 del owner[name]
             again = {name: first[name] for name in known.keys() & first.keys()} | values
-            owner.update({name: _copied(value) for name, value in again.items()})
+            owner.update({name: copy.copy(value) for name, value in again.items()})
 
 
 def _plain_values(owner: dict[str, Any]) -> Scalars:
-    return {name: _copied(value) for name, value in owner.items() if is_plain(value)}
-
-
-def _copied(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value
+    return {name: copy.copy(value) for name, value in owner.items() if is_plain(value)}
 
 
 def _with_inner(optimizer: Any) -> list[Any]:
@@ -249,7 +244,7 @@ def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
             if "exp_avg" not in state:
                 if not counts_in_group:
                     state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                for name in MOMENTS:
+                for name in common.MOMENTS:
                     state[name] = parameter.data.new_zeros(()).expand(parameter.shape)
             yield parameter, state
 
@@ -310,27 +305,17 @@ def check_base(part: Any) -> None:
         raise Unsupported(
             f"the base optimizer is {base.__module__}.{base.__name__}",
             f"one of {', '.join(SUPPORTED)}",
-            f"use one of them, {REMEDY}",
+            f"use one of them, {common.REMEDY}",
         )
 
 
 def _check_supported(part: Any) -> None:
-    refuse(part.config, [Option("use_precision_aware_optimizer", "keeps moments that are not fp32", "switch it off")])
-    refuse_third_moment(part.optimizer.param_groups)
+    common.refuse(part.config, [PRECISION])
+    common.refuse_third_moment(part.optimizer.param_groups)
     for parameter in [parameter for group in part.optimizer.param_groups for parameter in group["params"]]:
         if parameter.dtype != torch.float32:
             raise Unsupported(
                 f"a main parameter is {parameter.dtype}",
                 "fp32 masters",
-                f"let the optimizer make them (bf16 or fp16 in its configuration), {REMEDY}",
+                f"let the optimizer make them (bf16 or fp16 in its configuration), {common.REMEDY}",
             )
-
-
-def _check_no_frozen_parameters(chunks: Sequence[Any]) -> None:
-    frozen = [n for chunk in chunks for n, p in chunk.module.named_parameters() if not p.requires_grad]
-    if frozen:
-        raise Unsupported(
-            f"{len(frozen)} parameters are frozen (first: {frozen[0]}), which a replacement rank could not rebuild",
-            "none",
-            f"train all parameters, {REMEDY}",
-        )
