@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,25 @@ Function = Callable[..., Any]
 REMEDY = "or run this job without deadpool_plugin"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PLAIN = (bool, int, float, str, type(None), tuple, list)
+
+
+class Nesting:
+    """The calls, or step functions of the script's, that run within each other."""
+
+    _depth = 0
+
+    @property
+    def busy(self) -> bool:
+        """Return whether a call is under way: what the framework asks of itself is no call."""
+        return self._depth > 0
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
 
 def in_place_of(owner: Any, name: str) -> Callable[[Function], None]:

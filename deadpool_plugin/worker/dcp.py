@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import inspect
 import os
 import threading
@@ -50,7 +49,7 @@ def install(saves: Saves) -> None:
                 value.clear()
 
     kinds: dict[Callable[..., Any], type[Save]] = {saver.save: Save, saver.async_save: AsyncSave}
-    replace({one: saves.wrapped(one, functools.partial(kind, saves, one)) for one, kind in kinds.items()})
+    replace({one: saves.wrapped(one, kind) for one, kind in kinds.items()})
     saves.on_cancel.append(forget_plans)
 
 

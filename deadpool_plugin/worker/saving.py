@@ -139,13 +139,15 @@ class Saves:
     def wrapped(
         self,
         original: Callable[..., Any],
-        make: Callable[[tuple[Any, ...], dict[str, Any]], SaveCall],
+        kind: Callable[[Saves, Callable[..., Any], tuple[Any, ...], dict[str, Any]], SaveCall],
         unless: Callable[[], bool] = lambda: False,
     ) -> Callable[..., Any]:
-        """Return `original` as the call that `make(args, kwargs)` describes; as it is in a writer, or `unless`."""
+        """Return `original` as a call of that `kind`; as it is in a writer, or `unless`."""
 
         def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if unless() or self.foreign() else self.do(make(args, kwargs))
+            if unless() or self.foreign():
+                return original(*args, **kwargs)
+            return self.do(kind(self, original, args, kwargs))
 
         return around(original, save)
 

@@ -15,7 +15,7 @@ def test_a_follower_gets_zeros_of_the_same_shapes_under_the_same_names():
     calls = fake(inside=contextlib.nullcontext)
     tied = torch.ones(3, 2, dtype=torch.bfloat16)
     weights = {"input": tied, "norm": torch.ones(2), "output": tied}
-    gathering = Gathering(calls, lambda engine: weights, (fake(),), {})
+    gathering = Gathering(calls, fake(), lambda engine: weights, (fake(),), {})
     value = gathering()
     assert value is weights and not gathering.gated
     followed = gathering.skipped(codec.decode(codec.encode(gathering.outcome(value))))
@@ -25,7 +25,7 @@ def test_a_follower_gets_zeros_of_the_same_shapes_under_the_same_names():
 
 
 def test_on_other_ranks_there_are_none():
-    gathering = Gathering(fake(inside=contextlib.nullcontext), lambda engine: None, (fake(),), {})
+    gathering = Gathering(fake(inside=contextlib.nullcontext), fake(), lambda engine: None, (fake(),), {})
     assert gathering() is None and gathering.skipped(gathering.outcome(None)) is None
 
 
@@ -56,7 +56,7 @@ def save(monkeypatch, tmp_path):
             meet()
             return True
 
-        return checkpoints.Save(saves, calls, save_checkpoint, (engine, str(tmp_path)), {"tag": "8", **more})
+        return checkpoints.Save(calls, saves, save_checkpoint, (engine, str(tmp_path)), {"tag": "8", **more})
 
     return fake(make=make, seen=seen)
 

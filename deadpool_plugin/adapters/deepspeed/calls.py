@@ -9,20 +9,19 @@ Source: DeepSpeed 0.19.8, runtime/engine.py, runtime/pipe/engine.py, utils/tenso
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import WHOLE_STEP, Unsupported, present
 from ...worker.functions import CallHandler, CallKind, Followed, LossOf
-from ..common import Function, in_place_of
+from ..common import Function, Nesting, in_place_of
 from . import outputs, refusals
 from .cut import Graph, Parts, ScriptsPart, at_rest, cut, output_of, pairs, seed
 from .state import EngineState
@@ -36,13 +35,12 @@ MONITORED_STEPS_MAX = 16
 """Newest steps of each monitored name that are remembered. A redo goes back by two and the current one."""
 
 
-class Calls:
+class Calls(Nesting):
     """The calls of one process, and the state they share."""
 
     def __init__(self, handler: CallHandler) -> None:
         self.handler = handler
         self._state: EngineState | None = None
-        self._depth = 0
         self._collected: Parts | None = None
         self._direct: Parts = []
         self.loss: torch.Tensor | None = None
@@ -58,19 +56,6 @@ class Calls:
     @property
     def state(self) -> EngineState:
         return present(self._state, "attach() comes first")
-
-    @property
-    def busy(self) -> bool:
-        """Return whether an engine's call is under way."""
-        return self._depth > 0
-
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
 
     def do(self, call: EngineCall) -> Any:
         return self.handler(call.name, call.kind, call, (), call.given)

@@ -26,41 +26,54 @@ from ...worker.saving import SaveCall, Saves, write_beside
 from ..common import Function, in_place_of
 from .calls import Calls, EngineCall
 
-GATHERING = ("_zero3_consolidated_16bit_state_dict", "_consolidated_16bit_state_dict")
-"""Methods that gather the weights with ZeRO 3: accelerate calls them."""
-
 
 def install(saves: Saves, calls: Calls, engine_class: Any) -> None:
     """Wrap what saves and loads. Once, before the engine is built."""
 
-    def wrap(name: str, make: Function) -> None:
-        if hasattr(engine_class, name):
-            original = getattr(engine_class, name)
-            wrapper = saves.wrapped(original, functools.partial(make, original), lambda: calls.busy)
-            setattr(engine_class, name, wrapper)
+    def wrap(kind: type[EngineSave], *names: str) -> None:
+        for name in names:
+            if hasattr(engine_class, name):
+                make = functools.partial(kind, calls)
+                setattr(engine_class, name, saves.wrapped(getattr(engine_class, name), make, lambda: calls.busy))
 
-    wrap("save_checkpoint", functools.partial(Save, saves, calls))
-    for name in ("save_16bit_model", "save_fp16_model"):
-        wrap(name, functools.partial(WeightsSave, saves, calls))
-    for name in GATHERING:
-        wrap(name, functools.partial(Gathering, calls))
+    wrap(Save, "save_checkpoint")
+    wrap(WeightsSave, "save_16bit_model", "save_fp16_model")
+    wrap(Gathering, "_zero3_consolidated_16bit_state_dict", "_consolidated_16bit_state_dict")  # accelerate calls them
     install_loading(calls, engine_class)
 
 
-class WeightsSave(SaveCall):
+class EngineSave(SaveCall):
+    """A method of the engine that gathers weights, or saves."""
+
+    def __init__(
+        self, calls: Calls, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._calls, self._saves, self._original, self._engine = calls, saves, original, args[0]
+        self._arguments = structure(dict(inspect.signature(original).bind(*args, **kwargs).arguments))
+        self.name = f"engine.{original.__name__}"
+
+    def __call__(self) -> Any:
+        with self._calls.inside():
+            return self._original(**self._arguments)
+
+    def outcome(self, value: Any) -> Any:
+        return value
+
+    def skipped(self, outcome: Any) -> Any:
+        return outcome
+
+
+class WeightsSave(EngineSave):
     """The model's weights alone, by the ranks that have them."""
 
     whole = False
     named_by = "save_filename"
     """The parameter that names what is saved within `save_dir`."""
 
-    def __init__(
-        self, saves: Saves, calls: Calls, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._saves, self._calls, self._original, self._engine = saves, calls, original, args[0]
-        self._arguments = structure(dict(inspect.signature(original).bind(*args, **kwargs).arguments))
-        self.name, given = f"engine.{original.__name__}", self._arguments.get(self.named_by)
-        self._within = self._name_if_none() if given is None else str(given)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        name = self._arguments.get(self.named_by)
+        self._within = self._name_if_none() if name is None else str(name)
 
     def _name_if_none(self) -> str:
         return "pytorch_model.bin"
@@ -75,12 +88,6 @@ class WeightsSave(SaveCall):
 
     def _write(self) -> Any:
         return self._original(**self._arguments)
-
-    def outcome(self, value: Any) -> Any:
-        return value
-
-    def skipped(self, outcome: Any) -> Any:
-        return outcome
 
 
 class Save(WeightsSave):
@@ -132,21 +139,13 @@ def _saving_beside() -> Iterator[None]:
         torch.save = wrapped
 
 
-class Gathering(SaveCall):
+class Gathering(EngineSave):
     """The whole model's weights on rank 0: a dict of tensors, some of them under several names; None elsewhere.
 
     They are gathered again in a redo. A follower gets zeros: it saves nothing.
     """
 
     gated = False
-
-    def __init__(self, calls: Calls, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._calls, self._function = calls, functools.partial(original, *args, **kwargs)
-        self.name = f"engine.{original.__name__}"
-
-    def __call__(self) -> Any:
-        with self._calls.inside():
-            return self._function()
 
     def outcome(self, value: Any) -> Any:
         """Record the names, dtype and shape of each weight."""

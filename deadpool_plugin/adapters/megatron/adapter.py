@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,7 +24,7 @@ from ...worker import skipping
 from ...worker.adapter import Adapter
 from ...worker.functions import Bare, CallHandler, CallKind, Followed
 from ...worker.saving import Saves
-from ..common import REMEDY, Function, after_init, in_place_of
+from ..common import REMEDY, Function, Nesting, after_init, in_place_of
 from . import bookkeeping, refusals, saving
 from .state import TrainingState, check_base, parts_of
 
@@ -46,8 +46,7 @@ class MegatronAdapter(Adapter):
         self._schedulers: list[Any] = []
         self._timers: list[Any] = []
         self._state: TrainingState | None = None
-        self._depth = 0
-        """How many calls (for the first time or again), or step functions of the script's, run within each other."""
+        self._calls = Nesting()
 
     @property
     def state(self) -> TrainingState:
@@ -78,7 +77,7 @@ class MegatronAdapter(Adapter):
         _remember_instances(optimizers.MegatronOptimizer, self._optimizers)
         _remember_instances(optimizers.ChainedOptimizer, self._optimizers)
         _remember_instances(Timer, self._timers)
-        wrap_call = functools.partial(wrap, handler=handler, within=self.inside_step)
+        wrap_call = functools.partial(wrap, handler=handler, within=self._calls.inside)
         DistributedDataParallel.no_sync = lambda chunk: bookkeeping.NoSync(chunk)
         wrap_call(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
         wrap_call(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
@@ -108,16 +107,11 @@ class MegatronAdapter(Adapter):
     def is_used(self) -> bool:
         return bool(self._optimizers)
 
-    @contextlib.contextmanager
-    def inside_step(self) -> Iterator[None]:
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
+    def inside_step(self) -> AbstractContextManager[None]:
+        return self._calls.inside()
 
     def _is_outside(self) -> bool:
-        return self._state is not None and self._depth == 0
+        return self._state is not None and not self._calls.busy
 
     def attach(self) -> None:
         refusals.check_training()

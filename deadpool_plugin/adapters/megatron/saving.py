@@ -38,7 +38,7 @@ def install(saves: Saves) -> None:
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
     original = serialization.save
-    replace({original: saves.wrapped(original, functools.partial(Save, saves, original))})
+    replace({original: saves.wrapped(original, Save)})
     queue = async_utils.AsyncCallsQueue
     _wrap(saves, queue, "schedule_async_request", Schedule)
     _wrap(saves, queue, "maybe_finalize_async_calls", Finalize)
@@ -51,9 +51,8 @@ def install(saves: Saves) -> None:
     saves.on_cancel.append(_drain_results)
 
 
-def _wrap(saves: Saves, owner: type, name: str, call: Callable[..., SaveCall]) -> None:
-    original = getattr(owner, name)
-    setattr(owner, name, saves.wrapped(original, functools.partial(call, saves, original)))
+def _wrap(saves: Saves, owner: type, name: str, kind: type[MethodCall]) -> None:
+    setattr(owner, name, saves.wrapped(getattr(owner, name), kind))
 
 
 def wrap_sharded_state_dict(owner: type, handler: CallHandler) -> None:
