@@ -7,9 +7,10 @@ Source: DeepSpeed 0.19.8, runtime/zero/stage3.py, parameter_offload.py, partitio
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,37 +41,33 @@ class TransientState:
     def _note(self, value: Any) -> None:
         if id(value) in self._seen:
             return
+        below: Iterable[Any]
         if isinstance(value, CONTAINERS):
-            self._seen.add(id(value))
-            self._note_container(value)
+            items = value.copy()
+            below = items.values() if isinstance(items, dict) else items
+            self._restores.append(functools.partial(_refill, value, items))
         elif _is_runtime_object(value):
-            self._seen.add(id(value))
-            self._note_object(value)
+            attributes = dict(vars(value))
+            below = attributes.values()
+            self._restores.append(functools.partial(_reset, value, attributes))
+        else:
+            return
+        self._seen.add(id(value))
+        for one in below:
+            self._note(one)
 
-    def _note_object(self, value: Any) -> None:
-        attributes = dict(vars(value))
 
-        def restore() -> None:
-            # An answer found out once, perhaps by a collective, and kept under a name that was not there: no newcomer
-            # has it. What is not plain was allocated on the way, and every process makes it without the others.
-            for name in [name for name, found in vars(value).items() if name not in attributes and is_plain(found)]:
-                delattr(value, name)
-            vars(value).update(attributes)
+def _refill(container: Any, items: Any) -> None:
+    container.clear()
+    container.extend(items) if isinstance(container, (list, deque)) else container.update(items)
 
-        self._restores.append(restore)
-        for attribute in attributes.values():
-            self._note(attribute)
 
-    def _note_container(self, container: Any) -> None:
-        items = container.copy()
-
-        def restore() -> None:
-            container.clear()
-            container.extend(items) if isinstance(container, (list, deque)) else container.update(items)
-
-        self._restores.append(restore)
-        for item in items.values() if isinstance(items, dict) else items:
-            self._note(item)
+def _reset(value: Any, attributes: dict[str, Any]) -> None:
+    # An answer found out once, perhaps by a collective, and kept under a name that was not there: no newcomer has it.
+    # What is not plain was allocated on the way, and every process makes it without the others.
+    for name in [name for name, found in vars(value).items() if name not in attributes and is_plain(found)]:
+        delattr(value, name)
+    vars(value).update(attributes)
 
 
 def _is_runtime_object(value: Any) -> bool:
