@@ -12,7 +12,7 @@ from support.stand_in import fake
 from torch.utils import _pytree as pytree
 
 from deadpool_plugin.adapters.deepspeed import cut as cut_module, outputs
-from deadpool_plugin.adapters.deepspeed.calls import Backward, Calls, Forward
+from deadpool_plugin.adapters.deepspeed.calls import Backward, EngineCalls, Forward
 from deadpool_plugin.adapters.deepspeed.cut import Graph, ScriptsPart, cut, seed
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
@@ -24,8 +24,8 @@ def model():
 
 
 def training_calls(handler=lambda *call: None):
-    """Calls of an engine that has no parameter."""
-    calls = Calls(handler)
+    """EngineCalls of an engine that has no parameter."""
+    calls = EngineCalls(handler)
     calls.begin_training(fake(has_parameter=lambda leaf: False))
     return calls
 

@@ -125,7 +125,7 @@ def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followe
     import torch
     from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
-    from deadpool_plugin.adapters.deepspeed.calls import Calls
+    from deadpool_plugin.adapters.deepspeed.calls import EngineCalls
     from deadpool_plugin.worker import codec
 
     made = []
@@ -137,7 +137,7 @@ def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followe
 
     engine = build(lambda: torch.nn.Linear(4, 1), zero_optimization={"stage": stage})
     weight = engine.module.weight
-    calls = Calls(handler)
+    calls = EngineCalls(handler)
     calls.begin_training(stand_in(EngineState))
     calls._wrap_reads()
     engine.backward(engine(torch.ones(1, 4)).sum())

@@ -56,7 +56,7 @@ def save(monkeypatch, tmp_path):
             meet()
             return True
 
-        return checkpoints.Save(calls, saves, save_checkpoint, (engine, str(tmp_path)), {"tag": "8", **more})
+        return checkpoints.CheckpointSave(calls, saves, save_checkpoint, (engine, str(tmp_path)), {"tag": "8", **more})
 
     return fake(make=make, seen=seen)
 

@@ -179,7 +179,7 @@ def test_a_save_that_is_done_again_saves_the_arguments_as_they_were(saves, tmp_p
     def save(sharded_state_dict, checkpoint_dir):
         saved.append(sharded_state_dict["args"].consumed_valid_samples)
 
-    call = saving.Save(saves, save, ({"args": args}, str(tmp_path / "new")), {})
+    call = saving.DistCheckpointSave(saves, save, ({"args": args}, str(tmp_path / "new")), {})
     call()
     args.consumed_valid_samples += 8  # by an evaluation, while all of it is written
     call()
@@ -190,7 +190,7 @@ def test_a_request_for_another_librarys_queue_is_refused(saves, tmp_path, train_
     def save(sharded_state_dict, checkpoint_dir, async_sharded_save=False):
         return fake()
 
-    call = saving.Save(saves, save, ({}, str(tmp_path / "new")), {"async_sharded_save": True})
+    call = saving.DistCheckpointSave(saves, save, ({}, str(tmp_path / "new")), {"async_sharded_save": True})
     with pytest.raises(Unsupported, match="by types.*to do: save with async_strategy='mcore'"):
         call()
 
@@ -203,5 +203,5 @@ def test_a_save_goes_to_the_folder_all_ranks_agree_on(saves, tmp_path):
     def save(sharded_state_dict, checkpoint_dir, sharded_strategy=None, async_sharded_save=False):
         folders.append(checkpoint_dir)
 
-    saving.Save(saves, save, ({}, str(tmp_path / "tuesday")), {})()
+    saving.DistCheckpointSave(saves, save, ({}, str(tmp_path / "tuesday")), {})()
     assert folders == [str(tmp_path / "monday")] * 2

@@ -19,7 +19,7 @@ from ...worker.functions import CallHandler
 from ...worker.saving import Saves
 from ..common import REMEDY, after_init
 from . import checkpoints, extensions, refusals, zero3
-from .calls import Calls
+from .calls import EngineCalls
 from .outputs import Guess
 from .state import EngineState
 
@@ -42,10 +42,10 @@ class DeepSpeedAdapter(Adapter):
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Any]] = []
-        self._calls: Calls | None = None
+        self._calls: EngineCalls | None = None
 
     @property
-    def calls(self) -> Calls:
+    def calls(self) -> EngineCalls:
         return present(self._calls, "install() comes first")
 
     @property
@@ -61,7 +61,7 @@ class DeepSpeedAdapter(Adapter):
         from deepspeed.runtime.engine import DeepSpeedEngine
         from deepspeed.runtime.pipe.engine import PipelineEngine
 
-        self._calls = calls = Calls(handler)
+        self._calls = calls = EngineCalls(handler)
         calls.install(DeepSpeedEngine, PipelineEngine)
         checkpoints.install(saves, calls, DeepSpeedEngine)
         zero3.install(calls)

@@ -35,7 +35,7 @@ MONITORED_STEPS_MAX = 16
 """Newest steps of each monitored name that are remembered. A redo goes back by two and the current one."""
 
 
-class Calls(Nesting):
+class EngineCalls(Nesting):
     """The calls of one process, and the state they share."""
 
     def __init__(self, handler: CallHandler) -> None:
@@ -185,7 +185,7 @@ class EngineCall(Followed):
 
     kind = CallKind.PLAIN
 
-    def __init__(self, calls: Calls, name: str, function: Function) -> None:
+    def __init__(self, calls: EngineCalls, name: str, function: Function) -> None:
         self._calls, self.name, self._function = calls, name, function
         self.given: dict[str, Any] = {}
 
@@ -197,7 +197,7 @@ class EngineCall(Followed):
 class Step(EngineCall):
     """`engine.step`, and whatever else moves the engine's counters."""
 
-    def __init__(self, calls: Calls, original: Function, engine: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, calls: EngineCalls, original: Function, engine: Any, *args: Any, **kwargs: Any) -> None:
         name = original.__name__
         super().__init__(calls, f"engine.{name}", functools.partial(original, engine, *args, **kwargs))
         managed = getattr(engine, "managed_gradient_accumulation", None)
@@ -223,7 +223,7 @@ class Batch(EngineCall):
     """A pipeline's `train_batch` or `eval_batch`: given an iterator to pull micro-batches from."""
 
     def __init__(
-        self, calls: Calls, original: Function, engine: Any, data_iter: Any = None, *args: Any, **kwargs: Any
+        self, calls: EngineCalls, original: Function, engine: Any, data_iter: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         name = original.__name__
         super().__init__(
@@ -254,7 +254,7 @@ class Forward(EngineCall):
 
     kind = CallKind.FORWARD
 
-    def __init__(self, calls: Calls, original: Function, engine: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, calls: EngineCalls, original: Function, engine: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(calls, "engine.forward", functools.partial(original, engine))
         refusals.check_hooks()
         self._engine, self._inputs = engine, outputs.inputs(args, kwargs)
@@ -294,7 +294,7 @@ class Backward(EngineCall):
 
     def __init__(
         self,
-        calls: Calls,
+        calls: EngineCalls,
         original: Function,
         engine: Any,
         loss: torch.Tensor,

@@ -24,10 +24,10 @@ from ...worker.copies import structure
 from ...worker.functions import CallKind
 from ...worker.saving import SaveCall, Saves, write_beside
 from ..common import Function, in_place_of
-from .calls import Calls, EngineCall
+from .calls import EngineCall, EngineCalls
 
 
-def install(saves: Saves, calls: Calls, engine_class: Any) -> None:
+def install(saves: Saves, calls: EngineCalls, engine_class: Any) -> None:
     """Wrap what saves and loads. Once, before the engine is built."""
 
     def wrap(kind: type[EngineSave], *names: str) -> None:
@@ -36,7 +36,7 @@ def install(saves: Saves, calls: Calls, engine_class: Any) -> None:
                 make = functools.partial(kind, calls)
                 setattr(engine_class, name, saves.wrapped(getattr(engine_class, name), make, lambda: calls.busy))
 
-    wrap(Save, "save_checkpoint")
+    wrap(CheckpointSave, "save_checkpoint")
     wrap(WeightsSave, "save_16bit_model", "save_fp16_model")
     wrap(Gathering, "_zero3_consolidated_16bit_state_dict", "_consolidated_16bit_state_dict")  # accelerate calls them
     install_loading(calls, engine_class)
@@ -46,7 +46,7 @@ class EngineSave(SaveCall):
     """A method of the engine that gathers weights, or saves."""
 
     def __init__(
-        self, calls: Calls, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, calls: EngineCalls, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._calls, self._saves, self._original, self._engine = calls, saves, original, args[0]
         self._arguments = structure(dict(inspect.signature(original).bind(*args, **kwargs).arguments))
@@ -90,7 +90,7 @@ class WeightsSave(EngineSave):
         return self._original(**self._arguments)
 
 
-class Save(WeightsSave):
+class CheckpointSave(WeightsSave):
     """One checkpoint of an engine: all ranks save it, to one folder under one name (its tag).
 
     Checkpoints on each host's own storage have the name alone in common.
@@ -164,7 +164,7 @@ class Gathering(EngineSave):
         return {name: tensor for names, tensor in zeros for name in names}
 
 
-def install_loading(calls: Calls, engine_class: type) -> None:
+def install_loading(calls: EngineCalls, engine_class: type) -> None:
     """Wrap `load_checkpoint`. A later rehearsal of the rank is told the newest checkpoint that the rank found."""
 
     @in_place_of(engine_class, "load_checkpoint")

@@ -16,10 +16,10 @@ import torch
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.codec import TENSOR_LIMIT_BYTES
 from ..common import REMEDY, Function, in_place_of
-from .calls import Calls, EngineCall, Forward
+from .calls import EngineCall, EngineCalls, Forward
 
 
-def install(calls: Calls) -> None:
+def install(calls: EngineCalls) -> None:
     """Wrap and refuse. Once, before the engine is built."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
@@ -29,7 +29,7 @@ def install(calls: Calls) -> None:
     refuse_taking_hooks(calls)
 
 
-def refuse_parts(calls: Calls) -> None:
+def refuse_parts(calls: EngineCalls) -> None:
     """Refuse to gather parameters for anything but calls, once training has begun."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -44,7 +44,7 @@ def refuse_parts(calls: Calls) -> None:
         return original(coordinator, module, *args, **kwargs)
 
 
-def _wrap_gathering(calls: Calls, owner: Any, name: str, kind: Callable[..., EngineCall]) -> None:
+def _wrap_gathering(calls: EngineCalls, owner: Any, name: str, kind: Callable[..., EngineCall]) -> None:
     @in_place_of(owner, name)
     def method(original: Function, context: Any, *args: Any) -> Any:
         if calls.busy or not calls.is_training or not context.enabled:
@@ -60,7 +60,7 @@ class Enter(EngineCall):
     and never taken for numbers.
     """
 
-    def __init__(self, calls: Calls, name: str, function: Function, context: Any) -> None:
+    def __init__(self, calls: EngineCalls, name: str, function: Function, context: Any) -> None:
         super().__init__(calls, name, function)
         self._parameters = context.params
         self.held: list[torch.Tensor] = []
@@ -90,7 +90,7 @@ class Enter(EngineCall):
 class Exit(EngineCall):
     """The parameters are partitioned again, with the body's changes where the context has a `modifier_rank`."""
 
-    def __init__(self, calls: Calls, name: str, function: Function, context: Any, *exc: Any) -> None:
+    def __init__(self, calls: EngineCalls, name: str, function: Function, context: Any, *exc: Any) -> None:
         super().__init__(calls, name, function)
         self._exc, self._parameters = exc, context.params
         self._enter: Enter | None = vars(context).pop("deadpool_enter", None)
@@ -118,7 +118,7 @@ class Exit(EngineCall):
             free_param(parameter)
 
 
-def refuse_taking_hooks(calls: Calls) -> None:
+def refuse_taking_hooks(calls: EngineCalls) -> None:
     """Refuse to take the hooks off for a while, as `unwrap_model_for_generation` of DeepSpeed and trl does.
 
     It asks for them first. A swap meanwhile would run the model without them, one after that believe in those that are
@@ -157,7 +157,7 @@ class ModelCall:
     it out of copies and pickles.
     """
 
-    def __init__(self, calls: Calls, engine: Any, inner: Function) -> None:
+    def __init__(self, calls: EngineCalls, engine: Any, inner: Function) -> None:
         self._calls, self._engine, self._inner = calls, engine, inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ class ModelCall:
         return self._calls.do(Forward(self._calls, inner, self._engine, *args, **kwargs))
 
     @classmethod
-    def watch(cls, calls: Calls, engine: Any) -> None:
+    def watch(cls, calls: EngineCalls, engine: Any) -> None:
         """Make calls of an engine's model its calls. To be done again after the model was compiled."""
         model = engine.module
         inner = vars(model).get("_compiled_call_impl") or model._call_impl

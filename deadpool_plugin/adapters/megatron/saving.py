@@ -38,7 +38,7 @@ def install(saves: Saves) -> None:
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
     original = serialization.save
-    replace({original: saves.wrapped(original, Save)})
+    replace({original: saves.wrapped(original, DistCheckpointSave)})
     queue = async_utils.AsyncCallsQueue
     _wrap(saves, queue, "schedule_async_request", Schedule)
     _wrap(saves, queue, "maybe_finalize_async_calls", Finalize)
@@ -122,7 +122,7 @@ def _forget_plans(strategy: Any, generation: int) -> None:
     _forget_plans(getattr(strategy, "base_strategy", None), generation)
 
 
-class Save(FolderSave):
+class DistCheckpointSave(FolderSave):
     """`dist_checkpointing.save`; asynchronous, it gives out a request whose finalize functions know their flight."""
 
     name = "megatron.core.dist_checkpointing.save"
