@@ -308,17 +308,9 @@ def show_table(follower: Follower, view: JobView, console: Console, once: bool =
             live.update(Picture(view, time.time(), height), refresh=True)
 
 
-def print_lines(follower: Follower, view: JobView, every_s: float, once: bool = False) -> None:
-    plain = PlainLines(every_s)
-    for _ in updates(follower, view, once):
-        for line in plain.update(view, time.time()):
-            print(line, flush=True)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "output_dir", type=Path, help="`output_dir` of the job's configuration; waited for, except with --once"
-    )
+    line = "`output_dir` of the job's configuration; waited for, except with --once"
+    parser.add_argument("output_dir", type=Path, help=line)
     parser.add_argument("--every-s", type=float, default=10.0, help="without a terminal: seconds between step lines")
     parser.add_argument("--once", action="store_true", help="what is known now, and no more")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object, for programs")
@@ -347,7 +339,10 @@ def run(args: argparse.Namespace) -> int:
         elif console.is_terminal and not console.is_dumb_terminal:
             show_table(follower, view, console, args.once)
         else:
-            print_lines(follower, view, args.every_s, args.once)
+            plain = PlainLines(args.every_s)
+            for _ in updates(follower, view, args.once):
+                for line in plain.update(view, time.time()):
+                    print(line, flush=True)
     except KeyboardInterrupt:
         return 130
     if follower.unreadable:
