@@ -103,14 +103,21 @@ def versions() -> dict[str, str]:
 
 
 class Links:
-    """This node's control mesh, and how it comes to be."""
+    """This node's control mesh, how it comes to be, and the nodes known here."""
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
-        self.roster = Roster(node)
+        self._hellos: dict[NodeId, Hello] = {}
+        self._largest = node.id
+        self._arriving: NodeId | None = None
+        self._arriving_since = 0.0
+        self.missed: set[NodeId] = set()
+        """Nodes taken for lost while no plan says so yet: a newcomer is not to wait for a member that hangs."""
+        self._verdict: Verdict | None = None
+        """How the job has ended, if a member that has left said so."""
         self.mesh = ControlMesh(
-            node.id, node.credentials, node.host.where[0], node.config.port_range, self._received, self._link_lost,
-            node.config.silent_after_s, self._refused, self.roster.answer, self._still_silent,
+            node.id, node.credentials, node.host.where[0], node.config.port_range, self.received, self._link_lost,
+            node.config.silent_after_s, self._refused, self.answer, self._still_silent,
         )  # fmt: skip
 
     async def listen(self) -> Hello:
@@ -131,7 +138,7 @@ class Links:
         credentials.job = job_id(hellos)
         await self.mesh.connect({one.node: one.control for one in hellos}, timeout_s)
         for one in hellos:
-            self.roster.know(one)
+            self.know(one)
         return hellos
 
     async def join(self, hello: Hello) -> tuple[NodeId, ...]:
@@ -150,7 +157,7 @@ class Links:
                 missing = await self._link_to(there, linked, hello, attempt_s)
                 if description.members and not missing:
                     for one in (*linked.values(), hello):
-                        self.roster.know(one)
+                        self.know(one)
                     return tuple(member for member in description.members if member in linked)
             await asyncio.sleep(_JOIN_RETRY_S)
         who = f"node {listed(sorted(missing))}" if missing else "any member"
@@ -179,7 +186,7 @@ class Links:
             if isinstance(answer, JobDescription):
                 return answer
             arriving += isinstance(answer, Busy) and answer.arrives  # this host itself, for one
-        if (verdict := self.roster.verdict) is not None:  # of a part cut off, if another member answers
+        if (verdict := self._verdict) is not None:  # of a part cut off, if another member answers
             raise _over(verdict.reason, verdict.exit_code)
         if refused is not None:
             raise refused
@@ -213,12 +220,18 @@ class Links:
             todo |= {one.node: one for one in answer.hellos if one.node not in linked and one.node != ours.node}
         return set(todo)
 
-    def _received(self, node: NodeId, message: AnyMessage) -> None:
-        self.roster.heard(node, message)
+    def received(self, node: NodeId, message: AnyMessage) -> None:
+        """Take in a message of `node`, and which nodes are there by it."""
+        self._seen(node)
+        if isinstance(message, Goodbye):
+            self.gone(node)
+            self._verdict = self._verdict or message.verdict
+        elif isinstance(message, Prepare):
+            self.missed |= {*message.lost} - {self._node.id}
         self._node.feed(api.Received(node, message))
 
     def _link_lost(self, node: NodeId, reason: str) -> None:
-        self.roster.gone(node)
+        self.gone(node)
         self._node.feed(api.LinkLost(node, reason, silent=node in self.mesh.silent))
 
     def _still_silent(self, node: NodeId, reason: str) -> None:
@@ -229,21 +242,6 @@ class Links:
 
     def _refused(self, error: PeerRefused) -> None:
         self._node.reports.emit(events.PeerRefused(address=error.address, reason=str(error)))
-
-
-class Roster:
-    """The nodes known here, and the answers to guests."""
-
-    def __init__(self, node: LocalNode) -> None:
-        self._node = node
-        self._hellos: dict[NodeId, Hello] = {}
-        self._largest = node.id
-        self._arriving: NodeId | None = None
-        self._arriving_since = 0.0
-        self.missed: set[NodeId] = set()
-        """Nodes taken for lost while no plan says so yet: a newcomer is not to wait for a member that hangs."""
-        self.verdict: Verdict | None = None
-        """How the job has ended, if a member that has left said so."""
 
     @property
     def hellos(self) -> list[Hello]:
@@ -260,15 +258,6 @@ class Roster:
         """Forget `node`, which is lost, or has left, or whose link is lost."""
         self._hellos.pop(node, None)
         self._seen(node)
-
-    def heard(self, node: NodeId, message: AnyMessage) -> None:
-        """Learn from a message of `node` which nodes are there."""
-        self._seen(node)
-        if isinstance(message, Goodbye):
-            self.gone(node)
-            self.verdict = self.verdict or message.verdict
-        elif isinstance(message, Prepare):
-            self.missed |= {*message.lost} - {self._node.id}
 
     def _seen(self, node: NodeId) -> None:
         self.missed.discard(node)

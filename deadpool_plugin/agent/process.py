@@ -32,7 +32,7 @@ from .host import Host
 from .links import Links
 from .mirroring import Mirroring
 from .node import LocalNode, Slot
-from .plans import Claims, TakeOvers
+from .plans import TakeOvers, check_witness, claim, look
 from .process_monitor import ProcessMonitor
 from .reports import Reports
 from .spares import Spares
@@ -62,7 +62,6 @@ class Agent:
         node = self._node = LocalNode(place, host, config, credentials, job, self._reports, self.feed)
         self._controller = Controller(place.node, timing_of(config), policy_of(config))
         self._links = Links(node)
-        self._claims = Claims(node)
         self._mirroring = Mirroring(node)
         self._monitor = ProcessMonitor(node, lambda slot: self._spares.replace(slot))
         self._workers = Workers(node, self._monitor)
@@ -153,7 +152,7 @@ class Agent:
     async def _check_witness(self) -> None:
         joins = self._node.job.invitation is not None
         try:
-            await self._claims.check(self._node.id == 0 and not joins)
+            await check_witness(self._node, shares=self._node.id == 0 and not joins)
         except ConfigError as error:
             self.feed(api.NodeGivenUp(str(error)) if joins else api.StopRequested(str(error), EXIT_CONFIG))
 
@@ -290,16 +289,16 @@ class Agent:
                     if slot.rank == action.rank and slot.living is not None:
                         self._monitor.kill(slot, slot.living, action.reason)
             case api.Claim():
-                self._tasks.start(self._claims.claim(action.plan))
+                self._tasks.start(claim(self._node, action.plan))
             case api.Look():
-                self._tasks.start(self._claims.look(action.generation))
+                self._tasks.start(look(self._node, action.generation))
             case api.Reconfigure(plan=plan):
                 self._reports.generation = plan.world.generation
                 self._takeovers.act(plan)
-                self._links.roster.missed.clear()
+                self._links.missed.clear()
                 for lost in plan.lost_nodes:
                     self._links.mesh.drop(lost)
-                    self._links.roster.gone(lost)
+                    self._links.gone(lost)
                 self._tasks.start(self._host.bulk.forget(plan.lost_nodes))
             case api.Emit(event=event):
                 self._emit(event)
@@ -311,7 +310,7 @@ class Agent:
         self._reports.leads = self._controller.leads
         self._reports.emit(event)
         if isinstance(event, events.NodeLost):
-            self._links.roster.missed |= {*event.lost}
+            self._links.missed |= {*event.lost}
         if isinstance(event, (events.WaitingForHost, events.SwapDone)):
             left = len(world.spares) if world is not None else 0
             self._reports.say(f"spares left: {left}; {self._links.how_to_join}")

@@ -69,12 +69,12 @@ class Node:
         self.local.place, self.local.job = Place(node, 2, 2, "master", 29500), JOB
         self.local.credentials = credentials
         self.links = Links(self.local)
-        self.mesh, self.roster = self.links.mesh, self.links.roster
+        self.mesh = self.links.mesh
 
     @property
     def newcomers(self) -> list[Hello]:
         """Those it has admitted."""
-        return [hello for hello in self.roster.hellos if hello.node not in self.met]
+        return [hello for hello in self.links.hellos if hello.node not in self.met]
 
     def _fed(self, event: api.Input) -> None:
         match event:
@@ -96,7 +96,7 @@ class Node:
         members = tuple(hello.control for hello in invitation)
         self.local.job = msgspec.structs.replace(JOB, invitation=Invitation("", members))
         self.local.config = self.local.config.model_copy(update={"patience_s": timeout_s / 30})
-        arrival = Arrival(members=await self.links.join(self.hello), hellos=self.roster.hellos)
+        arrival = Arrival(members=await self.links.join(self.hello), hellos=self.links.hellos)
         self.met |= {hello.node for hello in arrival.hellos}
         return arrival
 
@@ -115,7 +115,7 @@ async def job(size: int) -> AsyncIterator[list[Node]]:
     for node in nodes:
         node.local.world, node.met = World(3, tuple(range(size))), {*range(size)}
         for hello in hellos:
-            node.roster.know(hello)
+            node.links.know(hello)
     try:
         yield nodes
     finally:
@@ -267,7 +267,7 @@ def test_two_hosts_at_once_are_linked_to_each_other_too() -> None:
             everyone = {0, 1, 2, 3}
             for node in (*members, first, second):
                 assert node.mesh.linked == everyone - {node.node}
-                assert {hello.node for hello in node.roster.hellos} == everyone
+                assert {hello.node for hello in node.links.hellos} == everyone
 
     run(scenario)
 
@@ -346,14 +346,14 @@ def test_a_member_that_hangs_is_not_waited_for_once_it_is_taken_for_lost_until_i
             with listen_tcp("127.0.0.1") as hung:
                 hello = Hello(4, "host4", bound_address(hung), ("127.0.0.1", 1), 2, {}, "d")
                 for member in members:
-                    member.roster.know(hello)
-                members[0].roster.missed |= {4}
+                    member.links.know(hello)
+                members[0].links.missed |= {4}
                 members[0].mesh.send(1, Prepare(Ballot(4, 1, 0), (4, 1)))
                 await soon(members[1].messages)
                 arrival = await host.arrive(members[1].hello, timeout_s=5.0)
                 assert [hello.node for hello in arrival.hellos] == [0, 1, 5]
-            members[1].roster.heard(4, Status(3, 9, True))
-            assert hello in members[1].roster.hellos and hello not in members[0].roster.hellos
+            members[1].links.received(4, Status(3, 9, True))
+            assert hello in members[1].links.hellos and hello not in members[0].links.hellos
 
     run(scenario)
 
@@ -371,7 +371,7 @@ def test_a_member_that_cannot_be_reached_is_named() -> None:
     async def scenario() -> None:
         async with job(2) as members, newcomer(5) as host:
             for member in members:
-                member.roster.know(Hello(4, "host4", ("127.0.0.1", 1), ("127.0.0.1", 1), 2, {}, "d"))
+                member.links.know(Hello(4, "host4", ("127.0.0.1", 1), ("127.0.0.1", 1), 2, {}, "d"))
             with pytest.raises(TransportError, match="could not link to node 4"):
                 await host.arrive(members[1].hello, timeout_s=1.0)
 
@@ -388,7 +388,7 @@ def test_a_host_that_finds_the_job_ended_is_told_at_once() -> None:
                 assert isinstance(await early.mesh.visit(0, members[0].hello.control, early.hello, WAIT_S), Admitted)
                 await members[0].mesh.close(Goodbye(3, Verdict(3, 130, "ended by a person")))
                 assert isinstance((await soon(early.messages)), tuple)
-                members[1].roster.gone(0)
+                members[1].links.gone(0)
                 assert (await late.arrive(members[1].hello)).members == (1,), "one half's verdict is not the other's"
                 await members[1].mesh.close()
                 with pytest.MonkeyPatch.context() as patch:

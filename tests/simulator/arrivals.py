@@ -56,7 +56,7 @@ class Arrivals:
         ]
         for other in others:
             if other.controller.world is not None and other.agent is not None:
-                members = tuple(hello.control for hello in other.agent._links.roster.hellos)
+                members = tuple(hello.control for hello in other.agent._links.hellos)
                 node.begin(Invitation(other.credentials.job, members))
                 return
         if others:

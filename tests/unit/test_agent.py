@@ -17,7 +17,7 @@ from support.stand_in import fake
 
 from deadpool_plugin import events
 from deadpool_plugin.agent import reports as reports_module
-from deadpool_plugin.agent.links import Links, Roster
+from deadpool_plugin.agent.links import Links
 from deadpool_plugin.agent.reports import Reports, named
 from deadpool_plugin.agent.world import Place, described, form_world, rack_named, spare_nodes, worker_env
 from deadpool_plugin.cli.jobview import JobView
@@ -348,10 +348,10 @@ def test_host_names_stand_beside_the_numbers_of_nodes(line, shown):
 def test_the_host_of_a_lost_node_is_still_named_on_the_terminal_and_not_in_the_log(tmp_path, capfdbinary):
     writer = Writer()
     reports = Reports(1, writer, tmp_path)
-    roster = Roster(local_node(node=1, reports=reports))
+    links = Links(local_node(node=1, reports=reports))
     for node in (0, 1):
-        roster.know(hello(node))
-    roster.gone(0)
+        links.know(hello(node))
+    links.gone(0)
     reports.emit(events.NodeLost(lost=(0,), evidence="node 0 was lost (link lost)"))
     writer.close()
     assert capfdbinary.readouterr().out == b"[deadpool] node 0 (a.lan) was lost (link lost)\n"

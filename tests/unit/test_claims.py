@@ -12,7 +12,8 @@ import pytest
 from support.hosts import host, local_node
 
 from deadpool_plugin.agent import plans
-from deadpool_plugin.agent.plans import Claims
+from deadpool_plugin.agent.node import LocalNode
+from deadpool_plugin.agent.plans import check_witness
 from deadpool_plugin.core.types import SwapPlan, World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host.files import SharedFolder
@@ -58,8 +59,9 @@ def test_every_start_is_a_job_of_its_own():
     assert job_id([hello("a"), hello("b")]) != job_id([hello("a"), hello("c")])
 
 
-def claims(directory: Path) -> Claims:
-    return Claims(local_node(host(witness=SharedFolder(directory))))
+def seeing(directory: Path) -> LocalNode:
+    """Make a node that sees the witness there."""
+    return local_node(host(witness=SharedFolder(directory)))
 
 
 @pytest.mark.parametrize("theirs", ["a", "b"], ids=["shared", "each-host-its-own"])
@@ -71,7 +73,7 @@ def test_hosts_that_see_different_directories_say_so(tmp_path, monkeypatch, thei
         for node, name in enumerate(("a", theirs)):
             (tmp_path / name).mkdir(exist_ok=True)
             try:
-                await claims(tmp_path / name).check(node == 0)
+                await check_witness(seeing(tmp_path / name), shares=node == 0)
             except ConfigError as error:
                 failures.append((node, str(error)))
 
@@ -89,4 +91,4 @@ def test_storage_without_hard_links_is_no_witness(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "link", link)
     with pytest.raises(ConfigError, match=r"cannot keep a hard link \(Operation not permitted\)"):
-        asyncio.run(claims(tmp_path).check(True))
+        asyncio.run(check_witness(seeing(tmp_path), shares=True))

@@ -16,7 +16,7 @@ import pytest
 from support.hosts import local_node
 
 from deadpool_plugin import __version__
-from deadpool_plugin.agent.links import Roster, versions
+from deadpool_plugin.agent.links import Links, versions
 from deadpool_plugin.agent.world import Invitation, Job, job_from
 from deadpool_plugin.cli.main import COMMANDS, address, main
 from deadpool_plugin.config import Config, load
@@ -172,13 +172,13 @@ class Member:
         node = local_node(node=4)
         node.job, node.credentials = Job(self.command, str(self.folder), self.config.told(), {}), credentials
         node.world = World(1, (4,))
-        roster = Roster(node)
+        links = Links(node)
         mesh = ControlMesh(
-            4, credentials, "127.0.0.1", None, lambda *_: None, lambda *_: None, 10.0, lambda _: None, roster.answer,
+            4, credentials, "127.0.0.1", None, lambda *_: None, lambda *_: None, 10.0, lambda _: None, links.answer,
         )  # fmt: skip
         self.hello = hello(4, control=await mesh.listen(), config_digest=self.config.digest())
         await mesh.connect({4: self.hello.control})
-        roster.know(self.hello)
+        links.know(self.hello)
         files.publish(self.folder / "logs", self.hello, (self.config.told_secret_file,), MEMBERS_JOB)
         self._up.set()
         await self._end.wait()
@@ -433,11 +433,11 @@ def test_what_deepspeed_is_told_to_export_is_exported_but_no_secret(tmp_path, mo
 
 
 def test_ids_are_above_all_that_ever_were():
-    roster = Roster(local_node())
+    links = Links(local_node())
     for node in (0, 1, 7):
-        roster.know(hello(node))
-    roster.gone(7)
-    assert [roster.answer(Reserve()) for _ in range(2)] == [Reserved(8), Reserved(9)]
+        links.know(hello(node))
+    links.gone(7)
+    assert [links.answer(Reserve()) for _ in range(2)] == [Reserved(8), Reserved(9)]
 
 
 # ---- playing the launcher
