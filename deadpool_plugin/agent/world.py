@@ -68,7 +68,9 @@ class Job(msgspec.Struct, frozen=True):
     invitation: Invitation | None = None
 
 
-def job_from(environ: Mapping[str, str], directory: str, config: str, secret_files: tuple[str, ...]) -> Job:
+def job_from(
+    environ: Mapping[str, str], directory: str, config: str, secret_files: tuple[str, ...], launch: str = ""
+) -> Job:
     """Read what the supervisor and `deadpool join` put into the environment; both are ours."""
     named = deepspeed_env(environ, directory)
     exported = {
@@ -80,7 +82,7 @@ def job_from(environ: Mapping[str, str], directory: str, config: str, secret_fil
     }
     command = msgspec.json.decode(environ.get(COMMAND, "[]"), type=list[str])
     invitation = msgspec.json.decode(environ.get(INVITATION, "null"), type=Invitation | None)
-    return Job(command, directory, config, exported, secret_files, invitation=invitation)
+    return Job(command, directory, config, exported, secret_files, launch, invitation)
 
 
 def deepspeed_env(environ: Mapping[str, str], directory: str) -> dict[str, str]:

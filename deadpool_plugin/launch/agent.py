@@ -12,8 +12,6 @@ import socket
 import sys
 from typing import NoReturn
 
-import msgspec
-
 from ..agent.world import job_from
 from ..config import load
 from ..errors import DeadpoolError
@@ -36,8 +34,8 @@ def _serve(fd: int) -> int:
     try:
         launch = roles.from_environment()
         config = load(path := os.environ["DEADPOOL_CONFIG"])
-        job = job_from(os.environ, os.getcwd(), config.told(), job_files.secret_files(config, path))
-        job = msgspec.structs.replace(job, launch=job_files.launch_of(path))
+        files = job_files.secret_files(config, path)
+        job = job_from(os.environ, os.getcwd(), config.told(), files, job_files.launch_of(path))
         secret, tag = job_files.secret_of(config, path), os.environ["DEADPOOL_JOB_TAG"]
         exit_code = run_agent(launch.place, config, secret, listener, tag, job)
     except DeadpoolError as error:
