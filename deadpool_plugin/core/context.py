@@ -236,7 +236,7 @@ class Context:
         self.newest_committed = max(self.newest_committed, step)
 
     def learn_checkpoint(self, checkpoint: Checkpoint) -> bool:
-        """Returns: whether it is the newest one."""
+        """Note a checkpoint. Returns: whether it is the newest one."""
         before, self.checkpoint = self.checkpoint, max(self.checkpoint, checkpoint)
         return self.checkpoint != before
 
@@ -287,7 +287,7 @@ class Context:
             self.act(Send(to, message))
 
     def broadcast(self, message: AnyMessage) -> None:
-        """To every member, oneself and those believed lost included (they shall learn of it if they can)."""
+        """Send it to every member, oneself and those believed lost included (they shall learn of it if they can)."""
         for node in self.world.members:
             self.send(node, message)
 
@@ -298,7 +298,7 @@ class Context:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def stop(self, reason: str, exit_code: int = EXIT_UNRECOVERABLE, lost_ranks: tuple[Rank, ...] = ()) -> None:
-        """The job cannot go on (or shall not): a verdict that says what is left of it."""
+        """Stop the job with a verdict that says what is left of it."""
         self.conclude(self._verdict(reason, exit_code, lost_ranks))
 
     def give_up(self, reason: str, lost_ranks: tuple[Rank, ...]) -> None:
@@ -312,7 +312,7 @@ class Context:
         return Verdict(self.world.generation, exit_code, cause.reason, cause)
 
     def conclude(self, verdict: Verdict) -> None:
-        """The job ends: pass the verdict on once (whoever sent it may have died half-way) and leave."""
+        """Leave by a verdict and pass it on once: whoever sent it may have died half-way."""
         for node in (*self.world.members, *sorted(self.candidates)):
             if node != self.node:
                 self.send(node, verdict)
@@ -328,7 +328,7 @@ class Context:
         self._leave(verdict.exit_code, verdict.reason, of_all)
 
     def fence(self, reason: str) -> None:
-        """This node is out; the others may go on without it."""
+        """Leave the job; the others may go on without this node."""
         self.emit(NodeFenced(reason))
         self._leave(EXIT_FENCED, reason)
 

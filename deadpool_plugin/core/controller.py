@@ -191,7 +191,7 @@ class Controller:
                 return
 
     def _watch_the_right_ones(self) -> None:
-        """Others report to a new coordinator only from now on, so their silence counts from now on."""
+        """Count the silence of others from when they report to a new coordinator, not before."""
         ctx = self._ctx
         watching = (ctx.world.generation, ctx.coordinator)
         if watching != self._watching:
@@ -320,7 +320,7 @@ class Controller:
                 self._early.append(event)
 
     def _on_decided(self, sender: NodeId, message: Decided) -> None:
-        """A new generation: forget the old one's books and act."""
+        """Begin a new generation: forget the old one's books and act."""
         ctx, plan = self._ctx, message.plan
         if plan.world.generation <= self.generation:
             return

@@ -112,7 +112,7 @@ class Coordination:
         return tuple(rank for rank in range(len(self._ctx.world.node_of)) if rank not in self._ready)
 
     def hear(self, sender: NodeId, report: Report) -> None:
-        """A member lives, in this generation, whatever else its report says."""
+        """Note that a member lives in this generation, whatever else its report says."""
         self._contact.hear(sender, report.sent_at, report.heard)
 
     def absorb(self, sender: NodeId, report: Report) -> None:
@@ -179,7 +179,7 @@ class Coordination:
         return ""
 
     def excuse_pause(self, gap_s: float) -> None:
-        """This node itself stood still for so long."""
+        """Wait `gap_s` longer, for which this node itself stood still."""
         self._moved_at += gap_s
         self._pairing.excuse_pause(gap_s)
 
@@ -219,7 +219,7 @@ class Coordination:
             ctx.conclude(Verdict(ctx.world.generation, 0, "finished"))
 
     def _say_protection(self) -> None:
-        """Every rank's state is mirrored: say so once, and whether the job is protected whenever that changes."""
+        """Say once that every rank's state is mirrored, and whether the job is protected whenever that changes."""
         uncovered = self._coverage.uncovered()
         if uncovered == self._uncovered:
             return
@@ -233,7 +233,7 @@ class Coordination:
         self._uncovered = uncovered
 
     def _began(self) -> None:
-        """Every rank is in training (again)."""
+        """Note that every rank is in training (again)."""
         ctx = self._ctx
         ctx.begin_training()
         if ctx.begins_at_top:

@@ -21,7 +21,7 @@ class Candidates:
         self._former: set[NodeId] = set()
 
     def ask(self, node: NodeId, rack: str) -> None:
-        """A host asks, or a member that has not heard yet that it is one, or one that was one."""
+        """Hear a host that asks, a member that has not heard yet that it is one, or one that was one."""
         ctx = self._ctx
         if ctx.decided is not None and (node in ctx.world.members or node in self._former):
             ctx.send(node, ctx.decided)
@@ -76,7 +76,7 @@ class JoinAttempt:
             ctx.fence(f"no member of the job can be reached any more ({reason})")
 
     def hear(self, sender: NodeId, message: AnyMessage) -> bool:
-        """Returns: whether that was all there is to do about `message` now."""
+        """Hear a member. Returns: whether that was all there is to do about `message` now."""
         ctx = self._ctx
         if isinstance(message, Verdict):
             ctx.conclude(message)

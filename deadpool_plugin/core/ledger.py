@@ -25,7 +25,7 @@ class RestorePoint(msgspec.Struct, frozen=True):
 
 
 def may_stage(step: Step, committed: Step) -> bool:
-    """The gate: staging `step` overwrites `step - 2`, which may be needed until `step - 1` is committed."""
+    """Return whether the gate is open. `step` overwrites `step - 2`, needed until `step - 1` is committed."""
     return step <= 1 or committed >= step - 1
 
 
@@ -44,7 +44,7 @@ class Ledger:
             self.replace(node, held)
 
     def replace(self, node: NodeId, holdings: Iterable[Holding]) -> bool:
-        """`node` holds exactly `holdings`. Returns: whether that is news."""
+        """Note that `node` holds exactly `holdings`. Returns: whether that is news."""
         held = tuple(holdings)
         if self._of_node.get(node) == held:
             return False
@@ -55,7 +55,7 @@ class Ledger:
         return True
 
     def forget(self, node: NodeId) -> None:
-        """`node` holds nothing any more."""
+        """Note that `node` holds nothing any more."""
         for holding in self._of_node.pop(node, ()):
             copies = self._copies[holding.rank, holding.step]
             copies.pop(node, None)
@@ -163,7 +163,7 @@ class Ledger:
         return tuple(rank for rank, source in self._sources(world, step, nodes) if source is None)
 
     def _sources(self, world: World, step: Step, nodes: Collection[NodeId]) -> Iterator[tuple[Rank, Source | None]]:
-        """Where each rank that is not at home has its snapshot from; None if `nodes` have it nowhere."""
+        """Find the source of each rank that is not at home; None if `nodes` have its snapshot nowhere."""
         for rank, home in enumerate(world.node_of):
             copies = {node: copy for node, copy in self._copies.get((rank, step), {}).items() if node in nodes}
             if home in copies and copies[home].payload:

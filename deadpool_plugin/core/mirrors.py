@@ -46,7 +46,7 @@ class _Assignment:
         self._load: Counter[NodeId] = Counter()
 
     def keep(self, node: NodeId, buddy: NodeId) -> None:
-        """`buddy` has had `node`'s mirrors so far: it may go on, if it is there and apart from the other copies."""
+        """Leave `node`'s mirrors with `buddy`, if it is there still and apart from the other copies."""
         wanted = len(self.buddies[node]) < self._copies and self._load[buddy] < self._copies
         if wanted and buddy in self._fitting(node, {buddy}, apart=True):
             self._give(node, buddy)
@@ -75,7 +75,7 @@ class _Assignment:
         asked: set[NodeId],
         before: Collection[NodeId] = (),
     ) -> bool:
-        """One buddy more for `node`, if need be by having others move to where there is room."""
+        """Find one buddy more for `node`, if need be by having others move to where there is room."""
         fitting = [one for one in self._fitting(node, among, apart) if one not in asked]
         free = [one for one in fitting if self._load[one] < self._copies]
         if free:
@@ -95,7 +95,7 @@ class _Assignment:
         return False
 
     def _fitting(self, node: NodeId, among: Collection[NodeId], apart: bool) -> list[NodeId]:
-        """Along the ring from `node` on, then among the spares: who could be its next buddy."""
+        """List who could be the next buddy of `node`: along the ring from it on, then the spares."""
         ring, rack = self._world.active, self._rack
         own = self._world.positions[node]
         held = {node, *self.buddies[node]}

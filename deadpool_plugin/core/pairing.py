@@ -297,7 +297,7 @@ class Pairing:
                 ctx.act(EndRank(rank, message.reason))
 
     def judge(self) -> None:
-        """Once all that is to be known is: replace the newcomers that differ, or end the job if that came to
+        """Replace the newcomers that differ, once all answers are there; or end the job if that came to
         nothing before."""
         ctx = self._ctx
         if self._judged or not self.answered:

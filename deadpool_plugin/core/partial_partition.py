@@ -53,7 +53,7 @@ class PartialPartition:
         """The training connection that broke last."""
 
     def hear(self, sender: NodeId, node: NodeId) -> None:
-        """`sender` does not hear `node`, which we do."""
+        """Note that `sender` does not hear `node`, which we do."""
         ctx, pair = self._ctx, (sender, node)
         before = self._complaints.get(pair)
         if not ctx.leads or ctx.swapping or self._asked_in == ctx.world.generation:
@@ -70,7 +70,7 @@ class PartialPartition:
             self._ask(max(node, sender, key=self._how_dispensable), reason)  # of equals the one complained of
 
     def broke(self, sender: NodeId, node: NodeId) -> bool:
-        """A training connection between `sender` and `node` broke (the same node twice: its other end is not known).
+        """Note that a training connection of `sender` to `node` broke (to itself: its other end is not known).
 
         Returns: whether a node leaves for it; else all go on in place, as they are.
         """

@@ -162,7 +162,7 @@ class LocalSlot(msgspec.Struct, frozen=True):
 
 
 def divide(ranks: Sequence[Rank], slots: Sequence[LocalSlot]) -> tuple[dict[Rank, int], dict[Rank, int]]:
-    """Divide: slots that go on with their rank, and those that are to take the node's other ranks over.
+    """Divide a node's slots: those that go on with their rank, and those that are to take its other ranks over.
 
     A rank without a process gets its own slot, else the one that rehearses it, else one that has no rank.
 

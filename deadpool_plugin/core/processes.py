@@ -67,7 +67,7 @@ class Inventory:
         return tuple(self._held[key] for key in sorted(self._held))
 
     def held(self, holding: Holding, generation: Generation, current: Generation) -> bool:
-        """A verified snapshot. One of an older generation counts only up to the step the world went back to."""
+        """Note a verified snapshot. One of an older generation counts only up to the step the world went back to."""
         if generation != current and not (generation < current and holding.step <= self._floor):
             return False
         key = (holding.rank, holding.step)
@@ -105,7 +105,7 @@ class Inventory:
         return self.consume(address)
 
     def consume(self, address: str) -> bool:
-        """The store at `address` is built upon (or gone): nobody else may."""
+        """Withdraw the store at `address`: it is built upon, or gone."""
         before = self.store
         self._offers = {slot: offer for slot, offer in self._offers.items() if offer[1] != address}
         return self.store != before
@@ -115,7 +115,7 @@ class Inventory:
         return store in self._lost_stores
 
     def begin_generation(self, restore_step: Step, used_store: str) -> None:
-        """The world went back to `restore_step`: newer snapshots are of a history that did not happen.
+        """Go back to `restore_step`: newer snapshots are of a history that did not happen.
 
         Ranks are ready and finished again only when they say so again in the new generation. Where the script begins
         again every process is a new one, and so is its store.
@@ -182,12 +182,15 @@ class Failures:
     # -- this node ---------------------------------------------------------------------------------------------
 
     def lost(self, rank: Rank, reason: str) -> bool:
-        """A process died by a signal or cannot be brought back. Returns: whether there is something new to say."""
+        """Record a process that died by a signal or cannot be brought back. Returns: whether that is news."""
         return self._record(Failure(rank, -1, reason))
 
     def raised(self, rank: Rank, exit_code: int, reason: str) -> bool:
-        """A script ended by itself. Before training, and if it comes back, it would do so on any node: the job ends;
-        not while a swap is under way, as others may be in the next generation already, whose verdict this is not."""
+        """Record a script that ended by itself. Returns: whether that is news.
+
+        Before training, and if it comes back, the error would do so on any node: the job ends. Not while a swap is
+        under way: others may be in the next generation already, whose verdict this is not.
+        """
         ctx = self._ctx
         code = exit_code or 1
         what = f"script of rank {rank} on node {ctx.node} ended with {exit_code}: {reason}"
@@ -219,7 +222,7 @@ class Failures:
         return True
 
     def give_up(self, reason: str) -> None:
-        """This node cannot go on: the others shall replace it, at once."""
+        """Leave, and have the others replace this node at once: it cannot go on."""
         ctx = self._ctx
         others = [node for node in ctx.living if node != ctx.node]
         if ctx.formed and not others:
@@ -243,7 +246,7 @@ class Failures:
             self._others.add(rank)
 
     def begin_generation(self) -> None:
-        """Reconfigure replaces every dead process of this node."""
+        """Forget all failures: Reconfigure replaces every dead process of this node."""
         self._others.clear()
         self._own.clear()
 

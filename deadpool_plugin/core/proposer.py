@@ -64,7 +64,7 @@ class Proposer:
             self._propose(proposal)
 
     def reconsider(self) -> bool:
-        """While it waits for hosts: with those that have asked by now, everything else being frozen.
+        """Plan again with the hosts that have asked by now, while the round waits for some.
 
         Returns: whether there are other ones now.
         """
@@ -114,7 +114,7 @@ class Proposer:
         return self._ctx.policy.witness and not is_quorum(self._ctx.world, proposal.promises, witness=True)
 
     def claimed(self, plan: SwapPlan) -> None:
-        """The witness's plan is the only one a half may propose: that of an earlier attempt, or of the other half."""
+        """Propose the witness's plan, the only one a half may: that of an earlier attempt, or of the other half."""
         ctx, proposal = self._ctx, self.proposal
         if proposal is None or proposal.plan is not None or plan.world.generation != proposal.ballot.generation:
             return
@@ -182,7 +182,7 @@ class Proposer:
             ctx.emit(Unprotected(f"snapshots of step {plan.restore_step} are not all mirrored again yet"))
 
     def _announce_undone(self, plan: SwapPlan, promises: Mapping[NodeId, Promise]) -> None:
-        """More was lost than `copies` cover: a committed step is done again, which nobody shall have to find out."""
+        """Say which committed steps are done again, as more was lost than `copies` cover."""
         ctx, step = self._ctx, self._ctx.newest_committed
         if plan.restore_step >= step:
             return
@@ -195,7 +195,7 @@ class Proposer:
         ctx.emit(StepsUndone(plan.restore_step + 1, step, reason))
 
     def refused(self, message: Refused) -> None:
-        """Somebody proposed above us: try again above that, unless it is decided by then.
+        """Try again above whoever proposed above us, unless it is decided by then.
 
         If it is one we count as lost it may count us as lost: give it the time to win, else both of us lose.
         """

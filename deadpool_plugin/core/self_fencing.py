@@ -35,12 +35,12 @@ class Contact:
         self._certain: dict[NodeId, float] = {}
 
     def hear(self, member: NodeId, sent_at: float, echo: float) -> None:
-        """A report: when it was sent by its sender's clock, and the newest Status it knew of by ours."""
+        """Note a report: when it was sent by its sender's clock, and the newest Status it knew of by ours."""
         self._reports[member] = max(sent_at, self._reports.get(member, NEVER))
         self._echoes[member] = max(echo, self._echoes.get(member, NEVER))
 
     def beat(self, now: float, forget_after_s: float) -> None:
-        """A Status goes to everybody now: once a majority has echoed it, the reports we have had by now are certain."""
+        """Note that a Status goes to all now: once a majority has echoed it, our reports by now are certain."""
         echoed = value_of_quorum(self._world, self._echoes, NEVER, self._witness)
         while self._beats and self._beats[0][0] <= echoed:
             self._certain = self._beats.popleft()[1]
@@ -98,7 +98,7 @@ class SelfFencing:
         return f"{who} {'was not heard' if own or silent else 'has heard no majority of the nodes'} {span}{own}"
 
     def resume(self) -> None:
-        """The workers may go on, if they stand still."""
+        """Let the workers go on, if they stand still."""
         if self._ctx.paused:
             self._ctx.paused = False
             self._ctx.act(ResumeWorkers())

@@ -33,7 +33,7 @@ class Swaps:
         self._asked_at = NEVER
 
     def stuck(self, node: NodeId, reason: str) -> None:
-        """`node` says that this generation cannot go on as it is."""
+        """Note what `node` says: this generation cannot go on as it is."""
         if not self._is_stuck:
             self._is_stuck = True
             self._ctx.emit(Note(f"node {node}: {reason}"))
@@ -98,7 +98,7 @@ class Swaps:
             ctx.give_up(f"{what} (a tie: half is enough only with a `witness`)", ctx.lost_ranks())
 
     def _tell(self, suspects: Mapping[NodeId, str]) -> None:
-        """Our own evidence, to the coordinator, once (and again if we insist)."""
+        """Tell the coordinator our own evidence, once (and again if we insist)."""
         ctx = self._ctx
         for node, reason in suspects.items():
             if node in ctx.watch.evidence and (ctx.coordinator, node) not in self._told:
@@ -106,7 +106,7 @@ class Swaps:
                 ctx.send(ctx.coordinator, NodeFailed(ctx.world.generation, node, reason, ctx.is_silent(node)))
 
     def insist(self, node: NodeId) -> None:
-        """`node` is not heard of still: say so again, to a coordinator that may hear it."""
+        """Say again that `node` is silent, to a coordinator that may hear it."""
         self._told.discard((self._ctx.coordinator, node))
 
     def _announce(self, suspects: Mapping[NodeId, str]) -> None:
@@ -120,7 +120,7 @@ class Swaps:
         return node in self._announced or node in self._ctx.reported_suspects.lost
 
     def bring_up_to_date(self, node: NodeId) -> None:
-        """`node` speaks of an older generation: tell it what was decided, and what is being asked since."""
+        """Tell `node`, which speaks of an older generation, what was decided and what is being asked since."""
         ctx, proposal = self._ctx, self.proposer.proposal
         if ctx.decided is not None:
             ctx.send(node, ctx.decided)
@@ -128,7 +128,7 @@ class Swaps:
             ctx.send(node, proposal.prepare())
 
     def tick(self) -> None:
-        """Deadlines; a coordinator that waits for a host suspends everybody's."""
+        """Look at the deadlines. A coordinator that waits for a host suspends everybody's."""
         ctx = self._ctx
         self.voter.tick()
         if self.proposer.proposal is not None:

@@ -63,7 +63,7 @@ class Voter:
         return coordinator != ctx.node and coordinator in message.silent and ctx.watch.hears(coordinator, ctx.now)
 
     def suspected(self, sender: NodeId, reason: str, silent: bool) -> None:
-        """`sender` counts this node as lost. Of two that do not hear each other the one goes that no majority hears."""
+        """Leave, or suspect `sender`, which counts this node as lost: of two the one goes that no majority hears."""
         ctx = self._ctx
         if silent and ctx.in_contact and ctx.contact_at > ctx.formed_at:
             ctx.suspect(sender, "it does not hear this node, but a majority does")
@@ -101,8 +101,11 @@ class Voter:
             self._refuse(sender, message.ballot)
 
     def promised_at(self, ballot: Ballot) -> float:
-        """When this node first promised `ballot`, NEVER if it has not. What was decided by it was decided later: nobody
-        proposes before all have promised (an acceptance may come when a majority has long accepted)."""
+        """The time at which this node first promised `ballot`, NEVER if it has not.
+
+        What was decided by it was decided later: nobody proposes before all have promised. (An acceptance may come when
+        a majority has long accepted.)
+        """
         return self._promised_at.get(ballot, NEVER)
 
     def _refuse(self, sender: NodeId, ballot: Ballot) -> None:
@@ -110,7 +113,7 @@ class Voter:
             self._ctx.send(sender, Refused(ballot, self.acceptor.promised))
 
     def fence_generation(self) -> None:
-        """This generation's workers do nothing any more; what they hold stays as it is."""
+        """Interrupt this generation's workers, unless they are; what they hold stays as it is."""
         ctx = self._ctx
         if not ctx.swapping:
             ctx.fence_for(ctx.world.generation + 1)
