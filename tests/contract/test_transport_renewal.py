@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import random
 import socket
@@ -256,6 +257,28 @@ def test_a_host_that_answers_no_more_is_said_to_be_silent_until_it_is_dropped() 
                 first.mesh.drop(1)
                 asking = first.mesh._asking
                 assert not asking
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("number", "is_said"), [(errno.EMFILE, False), (errno.EHOSTUNREACH, True)])
+def test_a_node_that_has_no_descriptor_left_says_of_nobody_that_it_is_silent(
+    monkeypatch: pytest.MonkeyPatch, number: int, is_said: bool
+) -> None:
+    async def scenario() -> None:
+        node, asked = Node(0, 0.02), asyncio.Queue[Address]()
+        node.mesh._addresses[1] = ("127.0.0.1", 1)
+
+        async def fails(address: Address) -> socket.socket:
+            asked.put_nowait(address)
+            raise OSError(number, "it cannot be connected")
+
+        monkeypatch.setattr("deadpool_plugin.transport.mesh.connected", fails)
+        node.mesh._lose(1, "no answer", silent=True)
+        for _ in range(3):
+            await asyncio.wait_for(asked.get(), WAIT_S)
+        assert node.still_silent.empty() != is_said
+        await node.mesh.close()
 
     run(scenario)
 
