@@ -99,10 +99,11 @@ class NcclFabric:
 
     def begin(self, handle: Handle, operation: Operation) -> HandleWork:
         group: Any = handle.inner
-        thread, generation = threading.get_ident(), self._generations.current
+        thread = threading.get_ident()
         self._issuing.add(thread)
         try:
             self._generations.check()  # after the line before: who passes here is waited for
+            generation = self._generations.current
             peer = _peer(*operation)
             if operation[0] == "barrier":
                 _name_device(*operation)
@@ -129,9 +130,9 @@ class NcclFabric:
         backend, stream = group._get_backend(device), torch.cuda.current_stream(device)
 
         def connect() -> Any:
+            own = torch.cuda.current_stream(device)  # of this thread, which other functions use after this one
             thread = threading.get_ident()
             self._issuing.add(thread)
-            own = torch.cuda.current_stream(device)  # of this thread, which other functions use after this one
             try:
                 torch.cuda.set_stream(stream)  # no context manager: going back to device 0 would make a context there
                 if peer is not None:
