@@ -79,8 +79,8 @@ class Groups:
         return self.generations.current
 
     def start(self, generation: int, store: str) -> None:
-        """This process is a live rank (RANK, WORLD_SIZE): groups are connected over `store` as they are created, and
-        what their operations return is recorded. Blocks: until the store answers. Raises: GenerationChanged."""
+        """Begin as a live rank (RANK, WORLD_SIZE): connect groups over `store` as they are created, and record what
+        their operations return. Blocks: until the store answers. Raises: GenerationChanged."""
         self.generations.enter(generation)
         rank = int(os.environ["RANK"])
         self._network = self._attempt(lambda: Network(generation, store, rank, self.generations), generation)
@@ -88,11 +88,11 @@ class Groups:
         self._recorder = Recorder(self._recording_limit_bytes)
 
     def rehearse(self, recording: bytes) -> None:
-        """This process rehearses a rank (RANK, WORLD_SIZE) alone: operations return what `recording` has."""
+        """Begin as a rank's rehearsal (RANK, WORLD_SIZE), alone: operations return what `recording` has."""
         self._replay, self.bootstrap = Replay(recording), HashStore()
 
     def stop_recording(self) -> bytes:
-        """The recording of everything since `start`; recording ends, and with it the time when groups can be made.
+        """Return the recording of everything since `start`. From here on no groups can be made.
 
         Blocks: for operations not yet waited for.
         """
@@ -127,7 +127,7 @@ class Groups:
     # ---- swap
 
     def interrupt(self, generation: int) -> None:
-        """`generation` begins: unblock the main thread; operations raise GenerationChanged until it is rebuilt.
+        """Unblock the main thread, because `generation` begins; operations raise GenerationChanged until `rebuild`.
 
         Thread: any, at any time, also during `rebuild`. Does nothing for a generation already known.
         Raises: DeadpoolError if NCCL's abort does not return; the process must then be killed.
@@ -184,7 +184,7 @@ class Groups:
         _retire(retired)
 
     def _attempt(self, function: Callable[[], T], generation: int) -> T:
-        """`function` in a helper thread; left behind there when a generation after `generation` is announced."""
+        """Run `function` in a helper thread, in which an announcement after `generation` leaves it behind."""
         try:
             return in_helper(function, self.generations, generation)
         except RuntimeError as error:
@@ -199,7 +199,7 @@ class Groups:
             handle.calls = book
 
     def cut(self, step: int) -> int:
-        """`step` is complete: what this rank's collectives since the newest swap come to; 0 before the first one."""
+        """Sum up this rank's collectives since the newest swap at the cut of `step`; 0 before the first swap."""
         return self._books.cut(step) if self._books is not None else 0
 
     # ---- operations
@@ -232,7 +232,7 @@ class Groups:
     # ---- for patches
 
     def create(self, given: Any, request: tuple[dict[str, str], Any]) -> Handle:
-        """A new handle, connected or a stand-in. Blocks: when live, until its members do the same.
+        """Make a handle, connected or a stand-in. Blocks: when live, until its members do the same.
 
         Args: given: what torch tells the creator of a group; request: backends by device type, and options for them.
         Raises: Unsupported in training: whoever takes a rank over later has not made it.
@@ -262,7 +262,7 @@ class Groups:
         return handle
 
     def forget(self, handles: list[Handle]) -> None:
-        """torch destroyed these groups."""
+        """Let go of groups that torch has destroyed."""
         gone = {id(handle) for handle in handles}
         self.handles = [handle for handle in self.handles if id(handle) not in gone]
         retired = _retired(handles, aborted=False)

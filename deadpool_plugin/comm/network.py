@@ -57,7 +57,7 @@ class Network:
         self._fabrics: dict[str, Fabric] = {}
 
     def gather(self, size: int) -> None:
-        """Once for each rank of the generation. Blocks: until all `size` of them are here.
+        """Wait for all `size` ranks of the generation. Called once by each.
 
         A newcomer may have a long way through past steps; groups wait no longer than their time-outs for each other.
         Who does not come at all is missed by the protocol, which then begins another generation.
@@ -67,7 +67,7 @@ class Network:
         self.store.wait(["everybody"])
 
     def build(self, handle: Handle) -> dist.ProcessGroup:
-        """A fresh inner group for `handle`. Blocks: until all its members build it."""
+        """Build a fresh inner group for `handle`. Blocks: until all its members do."""
         store = PrefixStore(handle.key, self.store)
         group = dist.ProcessGroup(store, handle.rank(), handle.size())
         types = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}

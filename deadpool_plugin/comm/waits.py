@@ -55,7 +55,7 @@ _idle: list[_Helper] = []
 
 
 def in_helper(function: Callable[[], T], generations: Generations, since: int, grace_s: float = 0.0) -> T:
-    """The result of `function`, run in a helper thread.
+    """Run `function` in a helper thread, and return its result.
 
     Raises:
         GenerationChanged: one newer than `since` was announced, and `function` did not end within `grace_s` after

@@ -79,10 +79,11 @@ class CallLog:
         self._bytes: dict[int, int] = {}
 
     def add(self, call: Call, outcome: Any, read: int = 0) -> codec.TooLarge | None:
-        """`outcome`: what a rank that skips this call must find (its value, or the tensors it wrote); `read`: digest of
-        what the script had read for it (proof.py).
+        """Keep `call`, and encode its record at once, before the script may change anything in it.
 
-        Encoded at once, before the script may change it. Returns: what of it such a rank cannot find, if anything.
+        Args: outcome: what a rank that skips this call must find (its value, or the tensors it wrote); read: digest of
+            what the script had read for it (proof.py).
+        Returns: what of the outcome such a rank cannot find, if anything.
         """
         call.ends = [iterator.position for iterator, _ in call.iterators]
         self._calls.append(call)
@@ -101,7 +102,7 @@ class CallLog:
         return lacking
 
     def drew(self, at_exit: Any) -> None:
-        """The script drew random numbers since the last call: who follows it draws from `at_exit` too."""
+        """Record that the script drew random numbers since the last call: who follows draws from `at_exit` too."""
         self._keep(self.step, codec.encode([RANDOM_STATES, at_exit, [], 0]))
 
     def _keep(self, segment: int, record: bytes) -> bool:
@@ -119,7 +120,7 @@ class CallLog:
         return codec.encode(self._records.get(segment, []))
 
     def prune(self, step: int) -> None:
-        """The cut of `step` was made: forget what no swap can ask for any more, and see that the rest is what it was.
+        """Forget what no swap can ask for after the cut of `step`, and check that the rest is what it was.
 
         Raises: Unsupported if it is not: at the first cuts of a job, not in its first swap.
         """

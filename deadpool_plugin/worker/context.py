@@ -144,7 +144,7 @@ class Context:
     # ---- the end
 
     def finish(self) -> int:
-        """The script is done with its groups: serve swaps until every rank's script is. Returns the exit code.
+        """Serve swaps until every rank's script is done with its groups, as this one is. Returns the exit code.
 
         Reached from `destroy_process_group` or the end of the script, whichever comes first.
         """

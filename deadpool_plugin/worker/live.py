@@ -200,7 +200,7 @@ class Live:
         return restore
 
     def _done(self, call: Call, outcome: Any, read: int = 0) -> None:
-        """The script gets its value now; what it draws until its next call is seen by comparison with this moment."""
+        """Record `call`: the script gets its value now, and what it draws from here on is its own."""
         large = self._log.add(call, self._recovery.results.of(outcome), read)
         if large and not self._cannot_be_followed:
             self._cannot_be_followed = True

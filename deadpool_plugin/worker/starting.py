@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from .context import Context
 from .file_view import Looks
 from .functions import RUNS_MODEL, CallKind
 from .live import Live
-from .patching import when_imported
+from .patching import around, when_imported
 from .staging import Layout
 
 _KNOWN = "Megatron-core's schedules and optimizer, or a DeepSpeed engine (imported before init_process_group)"
@@ -99,10 +98,7 @@ class Starting:
         when_imported(_FSDP, lambda fsdp: self._refuse_in(fsdp, "fully_shard", "torch's FSDP (fully_shard)"))
 
     def _refuse_in(self, owner: Any, name: str, what: str) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def refused(*args: Any, **kwargs: Any) -> Any:
+        def refused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._context.mode is self:
                 raise Unsupported(
                     f"the script wraps its model in {what}, whose training deadpool_plugin does not know",
@@ -111,7 +107,7 @@ class Starting:
                 )
             return original(*args, **kwargs)
 
-        setattr(owner, name, refused)
+        setattr(owner, name, around(getattr(owner, name), refused))
 
     @torch.inference_mode(False)  # the script may evaluate first; what is made here is trained
     def _become_live(self) -> None:

@@ -148,8 +148,10 @@ class Recovery:
         self._context.tapes.load(self.stager.state_of(self.restored)["data"])
 
     def _check_reach(self, restore_step: int) -> None:
-        """The calls before step `oldest` are gone, so redoing the kept ones from `restore_step` would skip some:
-        another process must take the rank over. Blocks: for ever in that case; the agent ends this process."""
+        """Have another process take the rank over if calls since `restore_step` are gone, which a redo would skip.
+
+        Blocks: for ever in that case; the agent ends this process.
+        """
         if restore_step >= self.log.oldest:
             return
         reason = (
@@ -203,7 +205,7 @@ class Recovery:
     # ---- the end
 
     def finish(self) -> int:
-        """The script has ended; serve swaps until everyone's has. Returns the exit code."""
+        """Serve swaps until everyone's script has ended, as this one has. Returns the exit code."""
         self._link.send(local.Finished(self._rank))
         while True:
             try:
@@ -218,7 +220,7 @@ class Recovery:
 
 
 def _let_device_rest() -> None:
-    """Kernels of the interrupted call, on whatever stream, write before the state is restored, not into it.
+    """Let kernels of the interrupted call, on whatever stream, write before the state is restored, not into it.
 
     Blocks: a device that never rests keeps this process from saying that it has unwound, and its agent ends it then.
     """
