@@ -286,3 +286,32 @@ def test_what_followers_are_told():
     assert heard["logits"].shape == logits.shape and not heard["logits"].any()
     assert {id(one) for one in requiring} == {id(heard["loss"]), id(heard["logits"])}
     assert pytree.tree_structure(heard) == pytree.tree_structure(value)
+
+
+def test_calls_have_the_names_of_the_engines_methods_and_the_kinds_they_are(monkeypatch):
+    """DeepSpeed's decorators leave another name on a function."""
+
+    class Engine:
+        data_iterator = iter([7])
+
+        def method(self, *args, **kwargs):
+            return args
+
+        forward = backward = step = zero_grad = allreduce_gradients = _take_model_step = method
+        train_batch = eval_batch = method
+
+        def is_gradient_accumulation_boundary(self):
+            return True
+
+    for name in ("_wrap_tensor_backward", "_wrap_reads", "_wrap_monitors"):
+        monkeypatch.setattr(EngineCalls, name, lambda calls: None)
+    made: list[Any] = []
+    calls = training_calls(lambda name, kind, call, args, kwargs: made.append((name, kind.value)) or call(**kwargs))
+    calls.install(Engine, Engine)
+    engine: Any = Engine()
+    engine.step(), engine.zero_grad(), engine.allreduce_gradients()
+    assert engine.train_batch() == (engine.data_iterator,) and engine.eval_batch("data", 3) == ("data", 3)
+    assert made == [
+        ("engine.step", "update"), ("engine.zero_grad", "plain"), ("engine.allreduce_gradients", "plain"),
+        ("engine.train_batch", "step"), ("engine.eval_batch", "forward"),
+    ]  # fmt: skip

@@ -65,9 +65,9 @@ class EngineCalls(Nesting):
         self._wrap(engine_class, "forward", Forward)
         self._wrap(engine_class, "backward", Backward)
         for name in ("step", "zero_grad", "allreduce_gradients"):
-            self._wrap(engine_class, name, Step)
+            self._wrap(engine_class, name, functools.partial(Step, name))
         for name in ("train_batch", "eval_batch"):
-            self._wrap(pipeline_class, name, Batch)
+            self._wrap(pipeline_class, name, functools.partial(Batch, name))
         self._wrap_tensor_backward()
         self._wrap_reads()
         self._wrap_monitors()
@@ -197,8 +197,9 @@ class EngineCall(Followed):
 class Step(EngineCall):
     """`engine.step`, and whatever else moves the engine's counters."""
 
-    def __init__(self, calls: EngineCalls, original: Function, engine: Any, *args: Any, **kwargs: Any) -> None:
-        name = original.__name__
+    def __init__(
+        self, name: str, calls: EngineCalls, original: Function, engine: Any, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(calls, f"engine.{name}", functools.partial(original, engine, *args, **kwargs))
         managed = getattr(engine, "managed_gradient_accumulation", None)
         if name == "step" and (engine.is_gradient_accumulation_boundary() or (managed is not None and not managed())):
@@ -223,9 +224,15 @@ class Batch(EngineCall):
     """A pipeline's `train_batch` or `eval_batch`: given an iterator to pull micro-batches from."""
 
     def __init__(
-        self, calls: EngineCalls, original: Function, engine: Any, data_iter: Any = None, *args: Any, **kwargs: Any
+        self,
+        name: str,
+        calls: EngineCalls,
+        original: Function,
+        engine: Any,
+        data_iter: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        name = original.__name__
         super().__init__(
             calls, f"engine.{name}", lambda data_iterator: original(engine, data_iterator, *args, **kwargs)
         )
