@@ -288,6 +288,12 @@ def test_what_followers_are_told():
     assert pytree.tree_structure(heard) == pytree.tree_structure(value)
 
 
+def test_a_model_may_call_its_arguments_as_it_likes():
+    engine = fake(global_steps=0)
+    forward = Forward(training_calls(), lambda engine, **batch: batch, engine, calls=1, original=2)
+    assert forward() == {"calls": 1, "original": 2}
+
+
 def test_calls_have_the_names_of_the_engines_methods_and_the_kinds_they_are(monkeypatch):
     """DeepSpeed's decorators leave another name on a function."""
 

@@ -79,7 +79,7 @@ class EngineCalls(Nesting):
 
     def _wrap(self, owner: type, name: str, make: Callable[..., EngineCall]) -> None:
         @in_place_of(owner, name)
-        def method(original: Function, *args: Any, **kwargs: Any) -> Any:
+        def method(original: Function, /, *args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs) if self.busy else self.do(make(self, original, *args, **kwargs))
 
     # ---- a backward through the script's part of the graph
@@ -261,7 +261,7 @@ class Forward(EngineCall):
 
     kind = CallKind.FORWARD
 
-    def __init__(self, calls: EngineCalls, original: Function, engine: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, calls: EngineCalls, original: Function, engine: Any, /, *args: Any, **kwargs: Any) -> None:
         super().__init__(calls, "engine.forward", functools.partial(original, engine))
         refusals.check_hooks()
         self._engine, self._inputs = engine, outputs.inputs(args, kwargs)

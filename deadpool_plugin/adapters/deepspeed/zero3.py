@@ -164,7 +164,7 @@ class ModelCall:
         if self._calls.busy:
             return self._inner(*args, **kwargs)
 
-        def inner(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        def inner(_: Any, /, *args: Any, **kwargs: Any) -> Any:
             return self._inner(*args, **kwargs)
 
         return self._calls.do(Forward(self._calls, inner, self._engine, *args, **kwargs))
