@@ -126,7 +126,7 @@ def take_flag(words: Sequence[str]) -> tuple[list[str], str]:
             config.append(arguments.pop(0))
         elif argument.startswith(FLAG + "="):
             config.append(argument.partition("=")[2])
-        elif argument.startswith(("--deadpool", "-deadpool")):
+        elif argument.startswith(("--deadpool", "-deadpool")) or _is_misspelt(argument):
             # Meant for us: a script that takes unknown options would train with the defaults.
             raise ConfigError(f"the option {argument}", f"`{FLAG} FILE`", "correct its name")
         else:
@@ -134,6 +134,15 @@ def take_flag(words: Sequence[str]) -> tuple[list[str], str]:
     if len(config) > 1:
         raise ConfigError(f"{FLAG} is given {len(config)} times", "once at most", "remove all but one")
     return rest, config[0] if config else ""
+
+
+def _is_misspelt(argument: str) -> bool:
+    if not argument.startswith("--de"):
+        return False
+    from difflib import get_close_matches
+
+    name = argument.partition("=")[0].replace("_", "-")
+    return bool(get_close_matches(name, [FLAG], cutoff=0.9))  # --deepspeed-config is as similar as 0.69
 
 
 # ---- DeepSpeed's configuration
