@@ -69,7 +69,7 @@ def write_home(home: Path, folder: Path, environment: Mapping[str, str]) -> None
     server = [
         f"HostKey {folder}/host_key", f"AuthorizedKeysFile {folder}/key.pub", "StrictModes no", "UsePAM no",
         "PasswordAuthentication no", "PermitRootLogin prohibit-password", "PidFile none", "MaxStartups 1000",
-        "MaxSessions 1000", f"SetEnv {words}",
+        "MaxSessions 1000", "Subsystem sftp internal-sftp", f"SetEnv {words}",
     ]  # fmt: skip
     (home / "sshd_config").write_text("\n".join(server) + "\n")
     users = [f"root:x:0:0:root:{home}:/bin/bash", "nobody:x:65534:65534:nobody:/nonexistent:/bin/false"]
