@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from ..host import files
+from ..host import files, output
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -83,7 +83,14 @@ def installed(job: str, config: str, secret: bytes = b"") -> Iterator[Path]:
 def secret_of(config: Config, path: str) -> bytes:
     """Return the secret that was put in place with the configuration `path`, else as `ensure_secret`."""
     beside = _secret_beside(path)
-    return ensure_secret(config.model_copy(update={"secret_file": beside}) if beside else config)
+    if beside:
+        return ensure_secret(config.model_copy(update={"secret_file": beside}))
+    is_new = not config.secret_path.exists()
+    secret = ensure_secret(config)
+    if is_new:  # plain `deepspeed`, which copies nothing
+        here = os.uname().nodename
+        output.say(f"{here} had no secret_file: {config.secret_path} is new. All hosts of a job need the same one")
+    return secret
 
 
 def secret_files(config: Config, path: str) -> tuple[str, ...]:

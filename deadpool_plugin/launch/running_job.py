@@ -90,12 +90,13 @@ def existing_secret(config: Config, members: Sequence[files.ContactFile] = ()) -
         raise TransportError(f"no member of a running job was found: {silent} do not answer", remedy=NOT_FOUND)
     has_it = [one for one in members if one.host in hosts and one.secret_files]
     copies = [f"{one.host}:{one.secret_files[0]}" for one in has_it[:MEMBERS_NAMED]]
-    theirs = ", ".join(copies or [str(job_files.folder_of("*") / job_files.SECRET)])
+    theirs = ", ".join(copies or [f"HOST:{job_files.folder_of('*') / job_files.SECRET}"])
+    path = config.secret_path
     raise ConfigError(
-        f"there is no secret_file {config.secret_path} on {os.uname().nodename}",
+        f"there is no secret_file {path} on {os.uname().nodename}",
         "the job's secret, mode 0600",
-        f"copy it from a host that is in the job ({theirs}) or from where it was launched, or name a configuration "
-        f"with another secret_file by {FLAG}",
+        f"copy it from a host that is in the job ({theirs}) or from where it was launched: `mkdir -p {path.parent}; "
+        f"scp -p FROM {path}`; or name a configuration with another secret_file by {FLAG}",
     )
 
 

@@ -184,7 +184,7 @@ class Handshake:
         if not hmac.compare_digest(proof, self._proof(b"listen" if self._dialling else b"dial")):
             raise self._refusal(
                 "it does not prove the job's secret",
-                "if it is to be in this job, give it the job's secret_file; if not, nothing",
+                "if it is to be in this job, copy this host's secret_file to it; if not, nothing",
             )
         ours, theirs = self._job, self._job_of_peer()
         if theirs == ours or ANY_JOB in (theirs, ours):

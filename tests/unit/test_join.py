@@ -256,7 +256,8 @@ def test_without_the_secret_it_is_said_where_it_was_looked_for(member, folder):
     (folder / "secret").unlink()
     with pytest.raises(ConfigError, match=rf"no secret_file {folder}/secret on .*in the job \(.*:{folder}/secret\)"):
         running_job.find(running_job.Wish(job=folder / "logs"))
-    theirs = r"in the job \(/dev/shm/deadpool-\*/secret\) or from where it was launched.*--deadpool-config"
+    copying = "or from where it was launched: `mkdir -p .*; scp -p FROM .*/secret`"
+    theirs = rf"in the job \(HOST:/dev/shm/deadpool-\*/secret\) {copying}.*--deadpool-config"
     with pytest.raises(ConfigError, match=rf"no secret_file {folder}/.deadpool/secret on .*{theirs}"):
         running_job.find(running_job.Wish(to=member.hello.control))
     member.close()

@@ -15,7 +15,7 @@ from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import roles
 from deadpool_plugin.launch.argv import parse, supervised
-from deadpool_plugin.launch.job_files import ensure_secret
+from deadpool_plugin.launch.job_files import ensure_secret, secret_of
 from deadpool_plugin.launch.worker import spell_local_rank
 
 
@@ -62,6 +62,8 @@ def test_command_lines(words, command, config):
         ["s.py", "--deadpool-config", "a", "--deadpool-config", "b"],
         ["s.py", "--deadpool_config", "a"],
         ["s.py", "--deadpool-confg=a"],
+        ["s.py", "--deadpol-config", "a"],
+        ["s.py", "--dedpool_config=a"],
     ],
 )
 def test_wrong_command_lines(words):
@@ -173,6 +175,14 @@ def test_only_the_default_secret_is_made(tmp_path, monkeypatch):
     assert os.listdir(path.parent) == ["secret"]
     with pytest.raises(ConfigError, match="cannot be read"):
         ensure_secret(Config(secret_file=tmp_path / "other"))
+
+
+def test_a_host_that_makes_a_secret_of_its_own_says_so_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = secret_of(Config(), "d.yaml")
+    new = f"{os.uname().nodename} had no secret_file: {tmp_path}/.deadpool/secret is new."
+    assert capsys.readouterr().out == f"[deadpool] {new} All hosts of a job need the same one\n"
+    assert secret_of(Config(), "d.yaml") == made and not capsys.readouterr().out
 
 
 def test_a_home_without_room_for_the_secret_is_said(tmp_path, monkeypatch):
