@@ -62,7 +62,7 @@ def _live(address: str, next_address: str) -> Live:
     become(0, 1)
     groups = Groups()
     adapter: Any = fake(
-        framework="torch", install=lambda handler: None, install_saving=lambda saves: None, rng_states=dict,
+        framework="torch", install=lambda handler, saves: None, rng_states=dict,
         loss_of=lambda value: None, state=fake(changing=(), entry_state=lambda: lambda: None, left=lambda: None),
     )  # fmt: skip
     link: Any = fake(send=lambda message: None, event=lambda kind, **fields: None)
