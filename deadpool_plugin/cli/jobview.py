@@ -17,12 +17,14 @@ from .. import events
 from ..agent.reports import named, sentence
 from ..core.placement import rehearsals
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
-from ..launch.outcome import TELLING, ended
+from ..launch.outcome import FAILED, TELLING, Outcome, ended, outcome
 from .outcome import SILENT_S
 
 SLOW_S = 5.0
 SLOW_STEPS = 10
 """A job that trains and has done no step for so many seconds, and so many usual steps, is said to do none."""
+LAST_WORD_S = 10.0
+"""Within such a time of its leave a node says its exit code."""
 LINES_MAX = 200
 PACES_MAX = 64
 
@@ -185,9 +187,18 @@ class JobView:
 
     def over(self, now: float) -> bool:
         """Return whether it has ended, and each node that is not lost has said how its scripts did, or is silent."""
+        silent_s = now - self.heard_at
         owing = [number for number, node in self.nodes.items() if node.joined and not node.ended]
-        said = all(self.state(number) in ("lost", "fenced") for number in owing)
-        return bool(self.outcome) and (said or now - self.heard_at >= SILENT_S)
+        excused = ("lost", "fenced") if silent_s >= LAST_WORD_S else ("lost",)
+        said = all(self.state(number) in excused for number in owing)
+        return bool(self.outcome) and (said or silent_s >= SILENT_S)
+
+    def concluded(self) -> Outcome:
+        """Conclude as `deadpool outcome` does, once the job is over."""
+        told: dict[NodeId, list[events.Event]] = {}
+        for event in self._telling:
+            told.setdefault(event.node, []).append(event)
+        return outcome(told, [], FAILED)
 
     def state(self, number: NodeId) -> State:
         node = self.nodes[number]

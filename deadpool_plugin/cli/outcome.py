@@ -18,7 +18,7 @@ import msgspec
 from .. import events
 from ..errors import EXIT_RUNNING, ConfigError
 from ..host.output import say
-from ..launch.outcome import FAILED, Outcome, at_work, ended, outcome
+from ..launch.outcome import FAILED, UNREAD, Outcome, at_work, ended, outcome
 
 SILENT_S = 5 * events.ALIVE_S
 """A job that has not ended says so, whatever it does or waits for: without a word for so long it is gone."""
@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
             found = f"{args.hostfile} cannot be read ({error.strerror})"
             raise ConfigError(found, "the job's hostfile", "check the path") from error
         hosts = [words[0] for words in lines if words and not words[0].startswith("#")]
-    concluded = outcome(told, hosts, FAILED if args.otherwise is None else args.otherwise)
+    over = args.otherwise is not None
+    concluded = outcome(told, hosts, args.otherwise if over else FAILED, may_run="" if over else UNREAD)
     say(str(concluded))
     return concluded.exit_code
 
@@ -134,8 +135,9 @@ def _of_last_job(said: Sequence[events.Event]) -> dict[int, list[events.Event]]:
     stories: dict[int, list[events.Event]] = {}
     began_at = 0.0
     for event in said:
-        if isinstance(event, events.NodeJoined):
-            stories[event.node] = []
+        if isinstance(event, events.NodeJoined):  # node 0 says just before that the world has formed
+            before = stories.get(event.node, [])[-1:]
+            stories[event.node] = [last for last in before if isinstance(last, events.WorldFormed)]
         elif isinstance(event, events.WorldFormed) and event.generation == 0:
             began_at = event.time
         stories.setdefault(event.node, []).append(event)

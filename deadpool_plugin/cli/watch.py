@@ -28,7 +28,6 @@ from rich.text import Text
 from ..agent.reports import named
 from ..errors import ConfigError
 from ..host.output import say
-from ..launch.outcome import Outcome
 from .jobview import JobView, Loss, Row, Swap
 from .outcome import Follower, span
 
@@ -140,8 +139,7 @@ def headline(view: JobView, now: float) -> str:
         case "ending":
             return f"{view.outcome}; some hosts are still at work"
         case "ended":
-            lost = [row.host or f"node {row.node}" for row in view.rows() if row.state in ("lost", "fenced")]
-            return str(Outcome(view.exit_code, view.outcome, lost))
+            return str(view.concluded())
         case "silent":
             silent = span(now - view.heard_at)
             return f"no event for {silent}: the job is gone, or its hosts cannot write to its output_dir"

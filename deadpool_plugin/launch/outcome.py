@@ -17,10 +17,11 @@ from ..errors import EXIT_FENCED, EXIT_RUNNING
 
 FAILED = 1
 UNREACHABLE = "no host can be reached any more, the job may still run: ask `deadpool outcome OUTPUT_DIR`"
+UNREAD = "every host that writes to this folder has left the job, which may still run on others: run this there"
 
 TELLING = (
-    events.SwapPlanned, events.NodeFenced, events.WaitingForHost, events.NodeEnded, events.JobFinished,
-    events.JobStopped,
+    events.NodeJoined, events.WorldFormed, events.NodeLost, events.SwapPlanned, events.NodeFenced,
+    events.WaitingForHost, events.NodeEnded, events.JobFinished, events.JobStopped,
 )  # fmt: skip
 """The kinds of events that say whether a job has ended, and how."""
 
@@ -41,10 +42,13 @@ class Outcome(msgspec.Struct, frozen=True):
         return f"{self.what}; exit code {self.exit_code}; lost hosts: {','.join(self.lost) or 'none'}"
 
 
-def outcome(told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], launcher_code: int) -> Outcome:
+def outcome(
+    told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], launcher_code: int, may_run: str = UNREACHABLE
+) -> Outcome:
     """Find the outcome of a job that is over.
 
     Args: told: the events of each node that answers. launcher_code: deepspeed's, if nobody says anything of the job.
+        may_run: what is said if all who answer have left the job, and others may go on; "" if they cannot.
     """
     heard = [event for said in told.values() for event in said]
     names = dict(enumerate(hosts))
@@ -53,15 +57,17 @@ def outcome(told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], la
             names.setdefault(event.node, event.host)
     lost = sorted(_removed(heard) | _named_by_the_verdict(heard) | (set(range(len(hosts))) - told.keys()))
     found = _finished(heard) or _stopped(heard)
-    if found is None and not told.keys() - _removed(heard):
-        return Outcome(EXIT_RUNNING, UNREACHABLE, [])
+    if found is None and (found := _abandoned(heard, range(len(hosts)))):
+        lost = sorted(_replaced(heard))
+    if found is None and may_run and not told.keys() - _removed(heard):
+        return Outcome(EXIT_RUNNING, may_run, [])
     found = found or Verdict(launcher_code or FAILED, "the job did not finish")
     return Outcome(found.exit_code, named(found.what, names), [names.get(node, f"node {node}") for node in lost])
 
 
 def ended(heard: Sequence[events.Event]) -> Verdict | None:
     """Find how the job has ended, as far as its nodes say; None if it has not. Kinds not TELLING may be left out."""
-    return _finished(heard) or (None if _waits(heard) else _stopped(heard))
+    return _finished(heard) or (None if _waits(heard) else _stopped(heard)) or _abandoned(heard)
 
 
 def settled(told: Mapping[int, Sequence[events.Event]], running: Collection[int], nodes: int) -> bool:
@@ -106,7 +112,32 @@ def _stopped(heard: Sequence[events.Event]) -> Verdict | None:
     return None if found is None else Verdict(found.exit_code, f"the job stopped: {found.reason}")
 
 
-def _verdict(heard: Iterable[events.Event]) -> events.JobStopped | None:
+def _abandoned(heard: Sequence[events.Event], hosts: Iterable[int] = ()) -> Verdict | None:
+    """Find the end of a job that every member has left without a verdict. None if one has not, if nobody names them, or
+    if the job has not formed.
+
+    Args: hosts: the nodes of the hostfile, where it is known.
+    """
+    members = set(hosts) if any(isinstance(event, events.NodeJoined) for event in heard) else set[int]()
+    for event in heard:
+        if isinstance(event, events.WorldFormed):
+            members |= {*event.node_of, *event.spares}
+        elif isinstance(event, events.SwapPlanned):
+            members |= {*event.joined}
+    codes = {event.node: event.exit_code for event in heard if isinstance(event, events.NodeEnded)}
+    left = codes.keys() | {event.node for event in heard if isinstance(event, events.NodeFenced)}
+    if not members or members - left - _replaced(heard):
+        return None
+    having: dict[str, list[str]] = {}
+    for node in sorted(left & members):
+        having.setdefault(f"left with {codes[node]}" if node in codes else "left", []).append(f"node {node}")
+    how = ", ".join(f"{', '.join(nodes)} {word}" for word, nodes in having.items())
+    return Verdict(
+        FAILED, f"the job is over, and no host says how it ended: {how}; start again from the newest checkpoint"
+    )
+
+
+def _verdict(heard: Sequence[events.Event]) -> events.JobStopped | None:
     return min(_verdicts(heard), key=lambda event: (-event.generation, event.time), default=None)
 
 
@@ -122,7 +153,7 @@ def _named_by_the_verdict(heard: Sequence[events.Event]) -> set[int]:
     return {node for event in losses if event.generation == found.generation for node in event.lost} - speakers
 
 
-def _verdicts(heard: Iterable[events.Event]) -> list[events.JobStopped]:
+def _verdicts(heard: Sequence[events.Event]) -> list[events.JobStopped]:
     removed = _removed(heard)
     return [event for event in heard if isinstance(event, events.JobStopped) and event.node not in removed]
 
@@ -139,7 +170,11 @@ def _waits(heard: Sequence[events.Event]) -> bool:
     )
 
 
-def _removed(heard: Iterable[events.Event]) -> set[int]:
+def _removed(heard: Sequence[events.Event]) -> set[int]:
     """Find the nodes that the job goes on without, by a plan or their own word."""
-    lost = {node for event in heard if isinstance(event, events.SwapPlanned) for node in event.lost_nodes}
-    return lost | {event.node for event in heard if isinstance(event, events.NodeFenced)}
+    return _replaced(heard) | {event.node for event in heard if isinstance(event, events.NodeFenced)}
+
+
+def _replaced(heard: Iterable[events.Event]) -> set[int]:
+    """Find the nodes that the job goes on without by a plan."""
+    return {node for event in heard if isinstance(event, events.SwapPlanned) for node in event.lost_nodes}

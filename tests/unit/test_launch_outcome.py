@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ HOSTS = ["h1", "h2", "h3"]
 FINISHED, CLEAN = events.JobFinished(), events.NodeEnded(exit_code=0)
 LOST_2 = events.NodeLost(node=0, lost=(2,))
 FINISHED_LATE = events.JobFinished(time=2.0)
+ABANDONED = "the job is over, and no host says how it ended"
 
 
 def test_what_an_outcome_is_made_of_is_kept_however_long_a_log_is():
@@ -37,6 +39,12 @@ def stopped(code, at=1.0, **more):
 
 def failed_late(node, code=3):
     return events.NodeEnded(exit_code=code, node=node)
+
+
+def left(node, code, at=1.0):
+    """As the log of a host whose processes were told to end (`pkill`)."""
+    told = events.NodeJoined(host=f"n{node}", time=at), events.NodeFenced(time=at), failed_late(node, code)
+    return [msgspec.structs.replace(event, node=node, time=at) for event in told]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +78,16 @@ def failed_late(node, code=3):
         ({0: [], 1: [], 2: []}, 0, "the job did not finish; exit code 1; lost hosts: none"),
         ({}, 255, f"{UNREACHABLE}; exit code 75; lost hosts: none"),
         ({0: [events.NodeFenced(node=0)]}, 255, f"{UNREACHABLE}; exit code 75; lost hosts: none"),
+        ({node: left(node, 87) for node in (0, 1, 2)}, 15, f"{ABANDONED}: node 0 (h1), node 1 (h2), node 2 (h3) left "
+         "with 87; start again from the newest checkpoint; exit code 1; lost hosts: none"),
+        ({0: left(0, 87), 1: [*left(1, 143), lost(2)]}, 15, f"{ABANDONED}: node 0 (h1) left with 87, node 1 (h2) left "
+         "with 143; start again from the newest checkpoint; exit code 1; lost hosts: h3"),
+        ({0: left(0, 87), 1: left(1, 87), 2: left(2, 87)[:-1]}, 15, f"{ABANDONED}: node 0 (h1), node 1 (h2) left "
+         "with 87, node 2 (h3) left; start again from the newest checkpoint; exit code 1; lost hosts: none"),
+        ({0: left(0, 87), 1: [*left(1, 87), events.SwapPlanned(restore_step=1, joined=(3,))], 2: left(2, 87)}, 255,
+         f"{UNREACHABLE}; exit code 75; lost hosts: none"),
+        ({node: [failed_late(node, 78)] for node in (0, 1, 2)}, 78,
+         "the job did not finish; exit code 78; lost hosts: none"),
         ({1: []}, 255, "the job did not finish; exit code 255; lost hosts: h1,h3"),
         ({0: [FINISHED], 1: [FINISHED, failed_late(1)], 2: []}, 3,
          "training finished, but a script failed afterwards; exit code 3; lost hosts: none"),
@@ -192,6 +210,42 @@ def test_a_half_that_gives_up_is_not_the_end_of_the_other_one(tmp_path):
     assert main(["outcome", str(tmp_path / "waits"), "--otherwise", "9"]) == 86, "its launcher has ended"
     write(tmp_path / "waits", 0, stopped(86, at=now - 10))
     assert main(["outcome", str(tmp_path / "waits")]) == 86
+
+
+def test_a_job_that_all_hosts_have_left_is_over_at_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    now = time.time()
+    write(tmp_path, 0, events.WorldFormed(node_of=(0, 1, 2), spares=(3,)), *left(0, 87), FINISHED)  # of another job
+    write(tmp_path, 0, events.WorldFormed(time=now - 91, node_of=(0, 0, 1, 1), spares=(2,)), *left(0, 87, now - 90))
+    write(tmp_path, 1, *left(1, 143, now - 90))
+    write(tmp_path, 2, joined("n2", now - 90))
+    assert main(["outcome", str(tmp_path)]) == 75, "one is left"
+    assert "still running" in capsys.readouterr().out
+    write(tmp_path, 2, *left(2, 87, now - 8)[1:])
+    line = (
+        f"{ABANDONED}: node 0 (n0), node 2 (n2) left with 87, node 1 (n1) left with 143; start again from the newest "
+        "checkpoint; exit code 1; lost hosts: none\n"
+    )
+    for words in ([], ["--otherwise", "143"]):
+        assert main(["outcome", str(tmp_path), *words]) == 1
+        assert capsys.readouterr().out == f"[deadpool] {line}"
+    assert main(["watch", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.endswith(line)
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "line"),
+    [
+        ([], 75, "every host that writes to this folder has left the job, which may still run on others: run this"),
+        (["--otherwise", "9"], 9, "the job did not finish; exit code 9"),
+    ],
+)
+def test_nobody_is_sent_from_the_command_to_the_command(tmp_path, capsys, more, code, line):
+    """Of the members, node 1 writes elsewhere."""
+    write(tmp_path, 0, events.WorldFormed(node_of=(0, 1)), *left(0, 87))
+    assert main(["outcome", str(tmp_path), *more]) == code
+    said = capsys.readouterr().out
+    assert line in said and "deadpool outcome" not in said
 
 
 SRUN = """#!/bin/bash

@@ -372,6 +372,21 @@ def test_nor_is_it_if_the_other_one_waits_for_a_host() -> None:
     assert (view.outcome, view.exit_code) == ("the job stopped: a tie", 86)
 
 
+def test_a_job_that_all_have_left_is_over_once_they_have_had_a_moment_for_their_exit_codes() -> None:
+    view = view_of(*ALL[:-1])
+    for node in (1, 2, 3):
+        assert not view.outcome
+        view.apply(events.NodeFenced(time=40.0, node=node, generation=1, reason="told to end"))
+    assert (view.exit_code, view.doing(now=41.0), view.doing(now=50.1)) == (1, "ending", "ended")
+    for node in (1, 2, 3):
+        view.apply(events.NodeEnded(time=40.5, node=node, generation=1, exit_code=87))
+    assert view.doing(now=41.0) == "ended"
+    assert watch.headline(view, 41.0) == (
+        "the job is over, and no host says how it ended: node 1 (alpha1), node 2 (alpha2), node 3 (alpha3) left with "
+        "87; start again from the newest checkpoint; exit code 1; lost hosts: alpha0"
+    )
+
+
 def test_it_is_over_when_every_living_node_has_said_how_its_scripts_ended() -> None:
     view = view_of(*ALL)
     for node, code in ((1, 0), (2, 3)):
