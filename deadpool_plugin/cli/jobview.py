@@ -17,14 +17,12 @@ from .. import events
 from ..agent.reports import named, sentence
 from ..core.placement import rehearsals
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
-from ..launch.outcome import FAILED, TELLING, Outcome, ended, outcome
-from .outcome import SILENT_S
+from ..launch.outcome import FAILED, TELLING, Outcome, ended, outcome, silent_nodes
+from .outcome import LAST_WORD_S, SILENT_S
 
 SLOW_S = 5.0
 SLOW_STEPS = 10
 """A job that trains and has done no step for so many seconds, and so many usual steps, is said to do none."""
-LAST_WORD_S = 10.0
-"""Within such a time of its leave a node says its exit code."""
 LINES_MAX = 200
 PACES_MAX = 64
 
@@ -198,7 +196,7 @@ class JobView:
         told: dict[NodeId, list[events.Event]] = {}
         for event in self._telling:
             told.setdefault(event.node, []).append(event)
-        return outcome(told, [], FAILED)
+        return outcome(told, [], FAILED, silent=silent_nodes(told))
 
     def state(self, number: NodeId) -> State:
         node = self.nodes[number]

@@ -18,10 +18,12 @@ import msgspec
 from .. import events
 from ..errors import EXIT_RUNNING, ConfigError
 from ..host.output import say
-from ..launch.outcome import FAILED, UNREAD, Outcome, at_work, ended, outcome
+from ..launch.outcome import FAILED, UNREAD, Outcome, at_work, ended, outcome, silent_nodes
 
 SILENT_S = 5 * events.ALIVE_S
 """A job that has not ended says so, whatever it does or waits for: without a word for so long it is gone."""
+LAST_WORD_S = 10.0
+"""Within such a time of each other the hosts say how the job has ended, and their exit codes."""
 RECENT_BYTES = 1 << 16
 """Read at a time of each file of what recurs: hundreds of steps. So what is read does not grow with the job."""
 
@@ -94,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(found, "the job's hostfile", "check the path") from error
         hosts = [words[0] for words in lines if words and not words[0].startswith("#")]
     over = args.otherwise is not None
-    concluded = outcome(told, hosts, args.otherwise if over else FAILED, may_run="" if over else UNREAD)
+    code, may_run = (args.otherwise, "") if over else (FAILED, UNREAD)
+    concluded = outcome(told, hosts, code, may_run, silent_nodes(told))
     say(str(concluded))
     return concluded.exit_code
 
@@ -109,7 +112,7 @@ def last_outcome(folder: Path) -> tuple[Outcome, float] | None:
     if not told or not ended([event for story in told.values() for event in story]):
         return None
     runs, silent_s = _runs(told)
-    return None if runs else (outcome(told, [], FAILED), silent_s)
+    return None if runs else (outcome(told, [], FAILED, silent=silent_nodes(told)), silent_s)
 
 
 def span(seconds: float) -> str:
@@ -123,7 +126,8 @@ def _runs(told: dict[int, list[events.Event]]) -> tuple[bool, float]:
     """Return whether the job has something to do yet and has spoken lately, and the seconds since its last event."""
     heard = [event for story in told.values() for event in story]
     silent_s = time.time() - max(event.time for event in heard)
-    return silent_s < SILENT_S and (not ended(heard) or bool(at_work(heard))), silent_s
+    owing = bool(at_work(heard)) or (silent_s < LAST_WORD_S and bool(silent_nodes(told)))
+    return silent_s < SILENT_S and (owing or not ended(heard)), silent_s
 
 
 def _of_last_job(said: Sequence[events.Event]) -> dict[int, list[events.Event]]:

@@ -43,22 +43,27 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def outcome(
-    told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], launcher_code: int, may_run: str = UNREACHABLE
+    told: Mapping[int, Sequence[events.Event]],
+    hosts: Sequence[str],
+    launcher_code: int,
+    may_run: str = UNREACHABLE,
+    silent: Collection[int] = (),
 ) -> Outcome:
     """Find the outcome of a job that is over.
 
     Args: told: the events of each node that answers. launcher_code: deepspeed's, if nobody says anything of the job.
         may_run: what is said if all who answer have left the job, and others may go on; "" if they cannot.
+        silent: nodes that have told of the job, but not of its end.
     """
     heard = [event for said in told.values() for event in said]
     names = dict(enumerate(hosts))
     for event in heard:
         if isinstance(event, events.NodeJoined):
             names.setdefault(event.node, event.host)
-    lost = sorted(_removed(heard) | _named_by_the_verdict(heard) | (set(range(len(hosts))) - told.keys()))
+    lost = sorted(_removed(heard) | _named_by_the_verdict(heard) | (set(range(len(hosts))) - told.keys()) | {*silent})
     found = _finished(heard) or _stopped(heard)
     if found is None and (found := _abandoned(heard, range(len(hosts)))):
-        lost = sorted(_replaced(heard))
+        lost = sorted(_replaced(heard) | {*silent})
     if found is None and may_run and not told.keys() - _removed(heard):
         return Outcome(EXIT_RUNNING, may_run, [])
     found = found or Verdict(launcher_code or FAILED, "the job did not finish")
@@ -68,6 +73,14 @@ def outcome(
 def ended(heard: Sequence[events.Event]) -> Verdict | None:
     """Find how the job has ended, as far as its nodes say; None if it has not. Kinds not TELLING may be left out."""
     return _finished(heard) or (None if _waits(heard) else _stopped(heard)) or _abandoned(heard)
+
+
+def silent_nodes(told: Mapping[int, Sequence[events.Event]]) -> set[int]:
+    """Find the nodes that have no last word in their logs although the job's others have: their hosts are lost."""
+    last = (events.NodeFenced, events.NodeEnded, events.JobFinished, events.JobStopped)
+    said = {node for node, story in told.items() if any(isinstance(event, last) for event in story)}
+    replaced = _replaced(event for story in told.values() for event in story)
+    return set() if said <= replaced else told.keys() - said
 
 
 def settled(told: Mapping[int, Sequence[events.Event]], running: Collection[int], nodes: int) -> bool:

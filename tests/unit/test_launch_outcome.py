@@ -233,6 +233,35 @@ def test_a_job_that_all_hosts_have_left_is_over_at_once(tmp_path, capsys, monkey
     assert capsys.readouterr().out.endswith(line)
 
 
+def test_a_host_without_a_last_word_is_lost_though_nobody_had_the_time_to_say_so(tmp_path, capsys, monkeypatch):
+    """Power failure of one host, Ctrl-C within `patience_s`: the launcher's line names it, too."""
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    (tmp_path / "hosts").write_text("h1\nh2\nh3\n")
+    why, now = "ended where it was launched (Ctrl-C)", time.time()
+    for ago, code in ((400, 130), (20, 130), (5, 75)):
+        logs, at = tmp_path / str(ago), now - ago
+        write(logs, 0, events.WorldFormed(time=at - 9, node_of=(0, 1), spares=(2,)))
+        for node in (0, 1, 2):
+            write(logs, node, joined(f"h{node + 1}", at - 9))
+        for node in (0, 2):
+            stop = events.JobStopped(exit_code=130, reason=why, time=at)
+            write(logs, node, stop, events.NodeEnded(exit_code=130, time=at))
+        line = f"the job stopped: {why}; exit code 130; lost hosts: h2\n"
+        for words in ([], ["--hostfile", str(tmp_path / "hosts")]):
+            assert main(["outcome", str(logs), *words]) == code
+            assert capsys.readouterr().out.endswith(line) == (code == 130), "within seconds it may have a last word"
+    assert main(["watch", str(tmp_path / "400")]) == 130
+    assert capsys.readouterr().out.endswith(line)
+
+
+def test_a_host_that_left_early_makes_no_lost_ones_of_those_that_nobody_says_the_end_of(tmp_path, capsys):
+    write(tmp_path, 0, events.WorldFormed(node_of=(0, 1), spares=(2,)), joined("h1", 1.0), lost(1, at=2.0))
+    write(tmp_path, 1, *left(1, 87))
+    write(tmp_path, 2, joined("h3", 1.0))
+    assert main(["outcome", str(tmp_path)]) == 1
+    assert "the job did not finish; exit code 1; lost hosts: n1\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "code", "line"),
     [
