@@ -7,9 +7,11 @@ error's exit code.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from ..host.output import say
 from ..launch.argv import FLAG
 from ..launch.join import join
 from ..launch.launcher import launch
-from ..launch.running_job import FoundJob, Wish, find, stop
+from ..launch.running_job import Wish, find, stop
 from ..transport.sockets import Address
 from . import outcome, patch, watch
 
@@ -95,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     _add_place(of["join"], "--job")
     line = "the job's command, to be sure it is that one"
     of["join"].add_argument("command", nargs="*", metavar="-- SCRIPT ARGUMENTS", help=line)
-    of["join"].set_defaults(run=lambda args: join(msgspec.structs.replace(_place(args), command=args.command)))
+    of["join"].set_defaults(run=_join)
 
     _add_place(of["stop"], "job", nargs="?")
     of["stop"].set_defaults(run=_stop)
@@ -115,24 +117,33 @@ def _config(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _join(args: argparse.Namespace) -> int:
+    wish = msgspec.structs.replace(_place(args), command=args.command)
+    with _end_told(wish, "name a job that runs; if a new one is only starting there, join again in a moment"):
+        return join(wish)
+
+
 def _stop(args: argparse.Namespace) -> int:
-    silent = stop(_running(args))
+    wish = _place(args)
+    with _end_told(wish, "nothing, if that is the one; one that is only starting is ended where it was launched"):
+        job = find(wish)
+    silent = stop(job)
     unheard = f"; no answer came from {', '.join(silent)}" if silent else ""
     say(f"the job has ended; its last processes may need some seconds more{unheard}")
     return EXIT_OK
 
 
-def _running(args: argparse.Namespace) -> FoundJob:
-    """Find the job. Raises: ConfigError, TransportError; if its event logs say that it has ended, so does the error."""
+@contextlib.contextmanager
+def _end_told(wish: Wish, remedy: str) -> Iterator[None]:
+    """Let an error of the block say so, and `remedy`, if the job's event logs say that it has ended."""
     try:
-        return find(_place(args))
+        yield
     except DeadpoolError as error:
-        folder = None if args.to else args.job or load(args.config).output_dir
+        folder = None if wish.to else wish.job or load(wish.path).output_dir
         if folder is None or (last := outcome.last_outcome(folder)) is None:
             raise
         ended, ago_s = last
         found = f"no running job is found in {folder}; the last one there ended {outcome.span(ago_s)} ago: {ended}"
-        remedy = "nothing, if that is the one; one that is only starting is ended where it was launched"
         raise ConfigError(found, "a job that runs", remedy) from error
 
 

@@ -44,6 +44,11 @@ class Wish(msgspec.Struct, frozen=True):
     command: list[str] = []
     job_id: str = ANY_JOB
 
+    @property
+    def path(self) -> str:
+        """The configuration's file, wherever the flag stands; "" if none is named."""
+        return self.config or (parse(self.command).config if self.command else "")
+
 
 class FoundJob(msgspec.Struct, frozen=True):
     """A job that was found. `config`: the user's file for it, "" for what its members have; `secret_file`: the job's
@@ -57,7 +62,7 @@ class FoundJob(msgspec.Struct, frozen=True):
 
 def find(wish: Wish) -> FoundJob:
     """Ask the first member that answers. Raises: ConfigError; TransportError if none answers."""
-    path = wish.config or (parse(wish.command).config if wish.command else "")  # wherever the flag stands
+    path = wish.path
     config = load(path)
     named = files.published(wish.job or config.output_dir) if wish.to is None else []
     if wish.to is None and not named:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from support.hosts import local_node
 
-from deadpool_plugin import __version__
+from deadpool_plugin import __version__, events
 from deadpool_plugin.agent.links import Links, versions
 from deadpool_plugin.agent.world import Invitation, Job, job_from
 from deadpool_plugin.cli.main import COMMANDS, address, main
@@ -107,6 +107,23 @@ def test_nobody_there_is_said(folder, capsys):
     (folder / "d.yaml").write_text(f"secret_file: {secret}\n")
     assert main(["join", "--to", "127.0.0.1:1", "--deadpool-config", "d.yaml"]) == 1
     assert "nobody answers at 127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_of_a_job_that_has_ended_it_is_said_how_and_not_that_a_member_is_gone(folder, capsys):
+    """Its agent was killed, so that its contact is left. The job is that of the configuration in the command."""
+    secret, config = folder / "secret", folder / "d.yaml"
+    secret.touch(mode=0o600)
+    secret.write_text(SECRET)
+    config.write_text(f"secret_file: {secret}\noutput_dir: logs\n")
+    files.publish(folder / "logs", hello(1), (str(secret),), MEMBERS_JOB)
+    words = ["join", "--", "s.py", "--deadpool-config", str(config)]
+    assert main(words) == 1
+    assert "nobody answers at 127.0.0.1:1" in capsys.readouterr().err
+    told = [events.WorldFormed(node_of=(1,)), events.NodeJoined(), events.JobFinished(), events.NodeEnded(exit_code=0)]
+    events.log_of(folder / "logs", 1).write_bytes(b"".join(map(events.encode, told)))
+    assert main(words) == 78
+    error = capsys.readouterr().err
+    assert "ago: the job finished; exit code 0; lost hosts: none; expected a job that runs" in error, error
 
 
 def test_addresses():

@@ -139,19 +139,26 @@ def test_the_command_tells_of_the_last_job(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("lost hosts: n1\n")
 
 
-def test_who_stops_a_job_that_has_ended_is_told_how_it_ended(tmp_path, capsys, monkeypatch):
-    """Whoever stops it may come too late; its contacts and its secret have gone with it."""
+@pytest.mark.parametrize(
+    ("command", "option", "remedy"),
+    [("stop", [], "nothing, if that is the one"), ("join", ["--job"], "name a job that runs")],
+)
+def test_who_stops_or_joins_a_job_that_has_ended_is_told_how_it_ended(
+    tmp_path, capsys, monkeypatch, command, option, remedy
+):
+    """Whoever does may come too late; its contacts and its secret have gone with it."""
     monkeypatch.setenv("HOME", str(tmp_path))
     logs, config = tmp_path / "logs", tmp_path / "deadpool.yaml"
     config.write_text(f"output_dir: {logs}")
     write(logs, 0, joined("a", 1.0), events.WorldFormed(time=1.1))
-    assert main(["stop", str(logs)]) == 78
+    assert main([command, *option, str(logs)]) == 78
     assert "no node of a running job is named in" in capsys.readouterr().err
     write(logs, 0, lost(1, at=5.0), events.JobFinished(time=6.0))
-    for words in ([str(logs)], ["--deadpool-config", str(config)]):
-        assert main(["stop", *words]) == 78
+    for words in ([*option, str(logs)], ["--deadpool-config", str(config)]):
+        assert main([command, *words]) == 78
         said = capsys.readouterr().err
         assert re.search(r"ended .+ ago: the job finished; exit code 0; lost hosts: node 1; expected", said)
+        assert f"to do: {remedy}" in said
 
 
 def test_a_job_that_nobody_says_the_end_of(tmp_path, capsys):
