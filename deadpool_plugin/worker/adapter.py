@@ -88,7 +88,7 @@ class Adapter(Protocol):
         """A script's own step function runs: what it asks of the framework is no call, but for the update."""
 
     def attach(self) -> None:
-        """At the first call: find model and optimizer, check that they are supported, lay the state out flat.
+        """At the first call: find model and optimizer, check that they are supported, list its state.
 
         Raises:
             Unsupported: names what cannot be protected, and why.

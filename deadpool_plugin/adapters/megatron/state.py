@@ -1,10 +1,8 @@
-"""A rank's training state in Megatron-core: fp32 masters and moments in one flat buffer, the model's buffers, plain
-values of optimizer and modules.
+"""A rank's training state in Megatron-core: fp32 masters and moments, the model's buffers, plain values of optimizer
+and modules.
 
-Rules of this file: nothing is rebound after `TrainingState` is built; restoring copies into the live tensors.
-Masters that the optimizer owns, and all moments, become views of one flat buffer once, before the first step:
-training stays bitwise identical and a snapshot is one copy (facts: 19-68 us against 0.4-14 ms for torch.cat).
-Masters that live in model memory (fp32 parameters) stay where they are and are listed beside it.
+Rules of this file: nothing is rebound; restoring copies into the live tensors. Masters and moments stay where the
+optimizer has them: `torch.save` writes whole storages, and views of one would make a script's checkpoints larger.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ OF_MODULES = frozenset(
 )
 """Attributes: what pipeline_parallel/schedules.py tells layers for CUDA graphs, and what CACHES were made for."""
 PRECISION = common.Option("use_precision_aware_optimizer", "keeps moments that are not fp32", "switch it off")
-ALIGNMENT = 16  # elements: 64 bytes of fp32, so that a view is aligned as a tensor of its own would be
 
 
 class TrainingState:
@@ -61,23 +58,11 @@ class TrainingState:
         modules = [module for chunk in chunks for module in chunk.module.modules()]
         self.buffers, self._values = Buffers(modules, CACHES), Values(modules, OF_MODULES.__contains__)
         self.changing: Sequence[torch.Tensor] = self.buffers.tensors
-        self.shard: Sequence[torch.Tensor] = [*self._flatten(), *self.changing]
+        held = [tensor for part in self._parts for tensor in _tensors(part)]
+        self.shard: Sequence[torch.Tensor] = [*merge_neighbours(held), *self.changing]
         memory = [parameter for chunk in chunks for parameter in chunk.parameters()]
         memory += [b.grad_data for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in memory}
-
-    def _flatten(self) -> list[torch.Tensor]:
-        model_memory = {p.untyped_storage().data_ptr() for chunk in self._chunks for p in chunk.parameters()}
-        movable: list[tuple[Any, str | None]] = []
-        fixed: list[torch.Tensor] = []
-        for part in self._parts:
-            for parameter, state in _parameters(part):
-                if parameter.untyped_storage().data_ptr() in model_memory:
-                    fixed.append(parameter.data)
-                else:
-                    movable.append((parameter, None))
-                movable += [(state, name) for name in common.MOMENTS]
-        return _move_into_one_buffer(movable) + merge_neighbours(fixed)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._memory or self.buffers.hold(tensor)
@@ -233,7 +218,7 @@ def _with_inner(optimizer: Any) -> list[Any]:
 def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     """Yield every main parameter of a sub-optimizer with its (complete) state, in a fixed order.
 
-    A missing state is made as the optimizer would at its first step, but without memory: `_flatten` gives it some.
+    A missing state is made as the optimizer would at its first step.
     """
     # torch's Adam counts steps in each state (torch/optim/adam.py `_init_group`); apex's and Transformer Engine's
     # FusedAdam count in the group, and the latter cannot save a state with anything else (fused_adam.py `state_dict`).
@@ -245,27 +230,14 @@ def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
                 if not counts_in_group:
                     state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 for name in common.MOMENTS:
-                    state[name] = parameter.data.new_zeros(()).expand(parameter.shape)
+                    state[name] = torch.zeros_like(parameter.data, memory_format=torch.preserve_format)
             yield parameter, state
 
 
-def _move_into_one_buffer(movable: Sequence[tuple[Any, str | None]]) -> list[torch.Tensor]:
-    """Make every `(tensor, None)` or `(state dict, key)` a view of one new fp32 buffer; return the buffer."""
-    tensors = [owner.data if key is None else owner[key] for owner, key in movable]
-    if not tensors:
-        return []
-    sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=tensors[0].device)
-    offset = 0
-    for (owner, key), tensor, size in zip(movable, tensors, sizes, strict=True):
-        view = flat[offset : offset + tensor.numel()].view(tensor.shape)
-        view.copy_(tensor)
-        if key is None:
-            owner.data = view
-        else:
-            owner[key] = view
-        offset += size
-    return [flat]
+def _tensors(part: Any) -> Iterator[torch.Tensor]:
+    for parameter, state in _parameters(part):
+        yield parameter.data
+        yield from (state[name] for name in common.MOMENTS)
 
 
 def merge_neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
