@@ -121,7 +121,12 @@ def load_group_scalars(groups: Sequence[dict[str, Any]], saved: Sequence[Scalars
     for group, values in zip(groups, saved, strict=True):
         for key in [key for key in group if key != "params" and key not in values]:
             del group[key]  # came later: a fused Adam makes its "step" in the first update
-        group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
+        for key, value in values.items():
+            mine = group.get(key)
+            if not isinstance(mine, tuple):
+                group[key] = value
+            elif mine != tuple(value):  # equal betas stay one object in all groups, which torch.save writes once
+                group[key] = tuple(value)
 
 
 def load_steps(states: Iterable[dict[str, Any]], steps: Sequence[float | None]) -> None:
