@@ -49,6 +49,7 @@ def test_an_engine_built_from_it_can_be_protected(name):
     options = json.loads((ROOT / "configs" / name).read_text())
     engine = build(options)
     refusals.check(engine)
-    assert EngineState(engine).shard
+    moments = EngineState(engine).adam.moments
+    assert all(moment.untyped_storage().nbytes() == moment.nbytes for moment in moments)  # torch.save writes storages
     assert engine.zero_optimization_stage() == options["zero_optimization"]["stage"] and engine.bfloat16_enabled()
     assert engine.gradient_accumulation_steps() == options["gradient_accumulation_steps"]
