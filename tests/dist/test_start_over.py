@@ -39,9 +39,8 @@ def test_a_process_killed_in_start_up_is_replaced_and_spares_still_rehearse(tmp_
         cluster.wait_for("a plan", lambda: cluster.events(events.SwapPlanned))
         cluster.train()
         cluster.wait_for("a ready spare", lambda: cluster.events(events.SpareReady))
-        cluster.wait_for(
-            "protection", lambda: cluster.events(events.Protected)
-        )  # a spare may be ready before a step is
+        # A spare may be ready before a step is mirrored.
+        cluster.wait_for("protection", lambda: cluster.events(events.Protected))
         cluster.kill_node(2)
         finishes(cluster, lost=[2])
         first, second = cluster.events(events.SwapPlanned)
