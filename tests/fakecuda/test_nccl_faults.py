@@ -4,10 +4,12 @@ errors through torch, leaks. Each fault that can be ordered is ordered here, and
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not nccl.is_stand_in(), reason="the stand-in for NCCL is not preloaded (scripts/test_cuda.sh)"),
 ]
+SETTLE_S = 2.0
+"""A thread that was joined is in /proc for a moment more."""
 CYCLES = 50
 
 
@@ -351,10 +355,25 @@ def _swap_values(communicator: nccl.Communicator, sent: torch.Tensor, received: 
     assert (inside, end) == ([nccl.SUCCESS] * 2, nccl.SUCCESS)
 
 
+def _held(expected: Any = None) -> Any:
+    """Return this process's descriptors, threads, free device memory and communicators, once they are `expected`."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        names = []
+        for task in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                names.append(Path(f"/proc/self/task/{task}/comm").read_text())
+        communicators = nccl.count("communicators") + nccl.count("roots")
+        held = _descriptors(), sorted(names), torch.cuda.mem_get_info()[0], communicators
+        if held == expected or time.monotonic() > deadline:
+            return held
+        time.sleep(0.01)
+
+
 def _cycles(rank: int, identities: list[Cell]) -> Any:
-    """Descriptors, threads and free device memory after each of many lives of a communicator."""
+    """Return what is held after each of many lives of a communicator."""
     become(rank, 2)
-    figures = []
+    figures = list[Any]()
     value, sent = torch.ones(1000, device="cuda"), torch.ones(1000, device="cuda")
     stream = torch.cuda.Stream()
     for identity in identities:
@@ -367,14 +386,7 @@ def _cycles(rank: int, identities: list[Cell]) -> Any:
             assert communicator.all_reduce(value) == nccl.SUCCESS
         assert communicator.abort() == nccl.SUCCESS
         stream.synchronize()
-        figures.append(
-            (
-                _descriptors(),
-                sorted(Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")),
-                torch.cuda.mem_get_info()[0],
-                nccl.count("communicators") + nccl.count("roots"),
-            )
-        )
+        figures.append(_held(*figures[:1]))
     return figures, nccl.count("made"), nccl.count("aborted")
 
 
