@@ -1,4 +1,4 @@
-"""suspicion.py, planning.py and inventory.py: tables."""
+"""Suspicion, planning and inventory: tables."""
 
 from __future__ import annotations
 
