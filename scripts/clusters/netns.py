@@ -189,7 +189,7 @@ class Network:
     def revive(self, name: str) -> None:
         """Power a killed host on again, with the home that it had; it is ours, and gone when this process ends."""
         old = self.down[name]
-        subprocess.run(self._switch("ip", "link", "del", old.port), capture_output=True)  # the kernel may have done it
+        self._on_switch("ip", "link", "del", old.port, check=False)  # the kernel may have done it
         self.hosts[name] = self._boot(name, old.address)
         del self.down[name]
         self._save()
@@ -226,11 +226,8 @@ class Network:
         inside = ["nsenter", f"--target={self.hosts[host].pid}", "--net", "ip", "neigh"]
         subprocess.run([*inside, *words], check=True)
 
-    def _on_switch(self, *words: str) -> None:
-        subprocess.run(self._switch(*words), check=True)
-
-    def _switch(self, *words: str) -> list[str]:
-        return ["nsenter", f"--target={self.switch}", "--net", *words]
+    def _on_switch(self, *words: str, check: bool = True) -> None:
+        subprocess.run(["nsenter", f"--target={self.switch}", "--net", *words], check=check, capture_output=not check)
 
     # ---- the end
 
