@@ -32,7 +32,7 @@ _CODES_MAX = 65536
 
 
 class _Alike(NamedTuple):
-    """What the members of a group give alike to an operation.
+    """The arguments that the members of a group give alike to an operation.
 
     `given` and `options`: where among the arguments the tensors stand that are compared, and how to reduce or the root.
     """

@@ -78,7 +78,7 @@ class Context:
         self.candidates: dict[NodeId, str] = {}
         """Hosts that are no members and ask to become some, each with its rack ("" if it stands alone)."""
 
-        # What this node says and does.
+        # Words and deeds of this node.
         self.actions: list[Action] = []
         self.loopback: deque[AnyMessage] = deque()
         self.ended = False

@@ -1,4 +1,4 @@
-"""What a node holds of a rank's calls: the recording of its start-up, and the records of its steps.
+"""A rank's calls as a node holds them: the recording of its start-up, and the records of its steps.
 
 Rules of this file: a rank's history is contiguous. Writing step s forgets everything from s on (a swap rolled back and
 the steps are done again). When the bound is reached the oldest go, but never one that a swap may go back to. Jobs of

@@ -108,7 +108,7 @@ class Wait(BulkMessage, frozen=True):
 
 
 class Done(BulkMessage, frozen=True):
-    """What was pushed is held."""
+    """The pushed snapshot is held."""
 
 
 class Refusal(BulkMessage, frozen=True, tag="Refused"):

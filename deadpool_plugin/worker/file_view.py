@@ -188,9 +188,9 @@ class FileView(_Watch):
 
     def __init__(self, looks: list[Folder]) -> None:
         self.gone: list[str] = []
-        """What the rank's listings showed and its start-up left there, and this process lacks: it was deleted since."""
+        """Files that the rank's listings showed, that its start-up left there, and that were deleted since."""
         self.own: set[str] = set()
-        """What this process has made itself, as the rank may have done (and removed it again)."""
+        """Files that this process has made itself, as the rank may have done (and removed them again)."""
         self._folders = {
             os.fsdecode(path): (int(inode), _decoded(missing) or set(), _decoded(names), _decoded(listed))
             for path, inode, missing, names, listed in looks

@@ -42,7 +42,7 @@ class Folders:
         self._moved: dict[str, Path] = {}
         """Folders that this process's script names otherwise than the job (absolute), and their names there."""
         self._patches: PatchSet | None = None
-        """Of Python's file functions, once a folder is named otherwise."""
+        """Patches of Python's file functions, once a folder is named otherwise."""
         self._followed: dict[str, tuple[str, int]] = {}
         """Folders that a follower's script names otherwise than the rank did, the rank's name ("": it has changed), and
         at how many saves. After a take-over: those whose names may not stay."""

@@ -35,7 +35,7 @@ class _Place:
         self.title, self.stays, self.ours = title, buffer, buffer.detach()
         self.owners: list[tuple[dict[str, torch.Tensor | None], str]] = []
         self.mark: tuple[torch.Tensor, int] | None = None
-        """What changes with the buffer and with each write; None if it is gone, or torch does not count its writes."""
+        """Changes with the buffer and with each write; None if it is gone, or torch does not count its writes."""
 
     def now(self) -> torch.Tensor | None:
         """Return None if it is gone, or its owners share it no more."""
