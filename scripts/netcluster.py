@@ -91,20 +91,27 @@ def run(network: netns.Network, host: str, command: list[str]) -> int:
 
     Ctrl-C, SIGTERM and a closed terminal reach it as SIGINT: nsenter, between us, would end.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-            signal.signal(number, signal.default_int_handler)
-    process = subprocess.Popen(network.command(host, command), start_new_session=True)
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            children: list[int] = []
-            with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
-                children = netns_host.children(process.pid)
-            for child in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGINT)
+    process: subprocess.Popen[bytes] | None = None
+    told = False
+
+    def pass_on(*_: object) -> None:
+        nonlocal told
+        told = True
+        if process is not None:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                for pid in netns_host.children(process.pid) or [process.pid]:
+                    os.kill(pid, signal.SIGINT)
+
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = [signal.signal(number, pass_on) for number in numbers]
+    try:
+        process = subprocess.Popen(network.command(host, command), start_new_session=True)
+        if told:  # as it was being started
+            pass_on()
+        return process.wait()
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def revive(folder: Path, host: str) -> int:

@@ -133,7 +133,7 @@ def test_ctrl_c_as_a_command_ends_keeps_its_exit_code(monkeypatch):
             had = self.returncode
             code = super().wait(timeout)
             if had is None:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
             return code
 
     monkeypatch.setattr(subprocess, "Popen", Ended)
