@@ -104,15 +104,16 @@ def run(args: argparse.Namespace) -> int:
 
 def last_outcome(folder: Path) -> tuple[Outcome, float] | None:
     """Find the outcome of the last job that wrote to `folder`, and how long ago its last event was, in seconds; None if
-    it has not ended on all hosts, or there is none."""
+    it has not ended on all hosts that speak, or there is none."""
     try:
         told = _of_last_job(Follower(folder).poll())
     except OSError:
         return None
-    if not told or not ended([event for story in told.values() for event in story]):
+    heard = [event for story in told.values() for event in story]
+    silent_s = time.time() - max((event.time for event in heard), default=0.0)
+    if not ended(heard) or (at_work(heard) and silent_s < SILENT_S):
         return None
-    runs, silent_s = _runs(told)
-    return None if runs else (outcome(told, [], FAILED, silent=silent_nodes(told)), silent_s)
+    return outcome(told, [], FAILED, silent=silent_nodes(told)), silent_s
 
 
 def span(seconds: float) -> str:
