@@ -103,10 +103,6 @@ class Adapter(Protocol):
 
     def set_rng_states(self, states: dict[str, Any]) -> None: ...
 
-    def loss_of(self, result: Any) -> float | None:
-        """The loss in a call's result, if there is one, for people to look at."""
-        return None
-
     def guessed(self) -> str:
         """Return, in a follower, where the script first took a number that followers are not told; "" if it did not."""
         return ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import WHOLE_STEP, Unsupported
 from . import codec
-from .functions import MAKES_STEP, RUNS_MODEL, Bare, CallKind, Followed
+from .functions import Call
 from .iterators import IteratorTable, RewindIterator
 
 DEPTH = 2
@@ -28,35 +28,22 @@ RANDOM_STATES = "random states"
 
 
 @dataclass
-class Call:
-    """One call. `run` does it (again) and returns its value; `restore_entry` puts the state before it back.
+class LoggedCall:
+    """A call that can be done again. `restore_entry` puts the state before it back.
 
     `iterators`: those it may read from, and where they stood; `ends`: where they stood when it was done (what the
-    script itself reads between calls is not read again). `followed`: what it executes; None of a collective.
+    script itself reads between calls is not read again).
     """
 
-    name: str
-    kind: CallKind
+    call: Call
     segment: int
-    run: Callable[[], Any]
     restore_entry: Callable[[], None]
     iterators: list[tuple[RewindIterator, int]] = field(default_factory=list)
-    followed: Followed | None = None
     ends: list[int] = field(default_factory=list)
-
-    @property
-    def is_read(self) -> bool:
-        """Whether its effects are read, whatever its value: gradients, buffers by the script, state by a snapshot."""
-        return self.kind in MAKES_STEP | RUNS_MODEL or not isinstance(self.followed, Bare | None)
-
-    def told(self, value: Any) -> Any:
-        """As `Followed.told`."""
-        return value if self.followed is None else self.followed.told(value)
 
     def check(self) -> None:
         """Raises: Unsupported if it cannot be done again as it was done."""
-        if self.followed is not None:
-            self.followed.check()
+        self.call.check()
         for (iterator, start), end in zip(self.iterators, self.ends, strict=True):
             iterator.check(start, end)
 
@@ -74,11 +61,11 @@ class CallLog:
         self.step = self.oldest = first
         """Steps made, and the step after whose cut the oldest call kept here was made: nothing older can be gone back
         to."""
-        self._calls: list[Call] = []
+        self._calls: list[LoggedCall] = []
         self._records: dict[int, list[bytes]] = {}
         self._bytes: dict[int, int] = {}
 
-    def add(self, call: Call, outcome: Any, read: int = 0) -> codec.TooLarge | None:
+    def add(self, call: LoggedCall, outcome: Any, read: int = 0) -> codec.TooLarge | None:
         """Keep `call`, and encode its record at once, before the script may change anything in it.
 
         Args: outcome: what a rank that skips this call must find (its value, or the tensors it wrote); read: digest of
@@ -95,10 +82,10 @@ class CallLog:
                 f"evaluate less at a time, or {WHOLE_STEP}",
             )
         pulls = [iterator.pulled_since(position) for iterator, position in call.iterators]
-        if self._keep(call.segment, codec.encode([call.name, outcome, pulls, read])):
+        if self._keep(call.segment, codec.encode([call.call.name, outcome, pulls, read])):
             return codec.too_large(outcome)
         lacking = codec.TooLarge(f"results of more than {RECORDS_BYTES_MAX >> 20} MiB since the last step")
-        records.append(codec.encode([call.name, lacking, [], 0]))
+        records.append(codec.encode([call.call.name, lacking, [], 0]))
         return lacking
 
     def drew(self, at_exit: Any) -> None:
@@ -112,7 +99,7 @@ class CallLog:
             self._records.setdefault(segment, []).append(record)
         return size <= RECORDS_BYTES_MAX
 
-    def after_cut(self, step: int) -> list[Call]:
+    def after_cut(self, step: int) -> list[LoggedCall]:
         return [call for call in self._calls if call.segment >= step]
 
     def records(self, segment: int) -> bytes:

@@ -19,7 +19,7 @@ from ..core import local
 from ..errors import Unsupported, present
 from . import saving
 from .adapter import Adapter
-from .functions import RUNS_MODEL, CallKind
+from .functions import RUNS_MODEL, Call
 from .link import AgentLink, give_up
 from .proof import Reads
 from .resumable import Tapes
@@ -35,9 +35,7 @@ class Mode(Protocol):
     @property
     def inside(self) -> bool: ...
 
-    def call(
-        self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any: ...
+    def call(self, call: Call) -> Any: ...
 
     def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -55,7 +53,7 @@ class Context:
     def __init__(self, link: AgentLink, groups: Groups, adapters: Sequence[Adapter], *, local_rank: int) -> None:
         self.link, self.groups, self._adapters = link, groups, adapters
         self._adapter: Adapter | None = None
-        self.saves = saving.Saves(link, groups, lambda *call: self.mode.call(*call))
+        self.saves = saving.Saves(link, groups, lambda call: self.mode.call(call))
         self.tapes, self.reads = Tapes(), Reads()
         self._offers_stores = local_rank == 0
         self._stores: list[Any] = []
@@ -86,18 +84,10 @@ class Context:
         """The one whose framework made the first forward call."""
         return present(self._adapter, "nobody knows before the first forward which framework trains")
 
-    def _call(
-        self,
-        adapter: Adapter,
-        name: str,
-        kind: CallKind,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if self._adapter is None and kind in RUNS_MODEL:
+    def _call(self, adapter: Adapter, call: Call) -> Any:
+        if self._adapter is None and call.kind in RUNS_MODEL:
             self._adapter = adapter
-        return self.mode.call(name, kind, function, args, kwargs)
+        return self.mode.call(call)
 
     # ---- the runtime of the groups
 

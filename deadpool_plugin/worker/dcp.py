@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import CheckpointLost, GenerationChanged, Unsupported
-from .functions import Followed
+from .functions import Call
 from .patching import replace
 from .saving import Flight, FolderSave, SaveCall, Saves, own_flight
 
@@ -257,7 +257,7 @@ class Question(SaveCall):
 
     name = "asking for a saved checkpoint"
     gated = False
-    outcome, skipped = Followed.outcome, Followed.skipped
+    outcome, skipped = Call.outcome, Call.skipped
 
     def __init__(self, answer: Callable[[], Any]) -> None:
         self._answer = answer

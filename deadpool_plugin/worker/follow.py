@@ -11,7 +11,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from . import codec, rng
 from .calls import RANDOM_STATES
 from .context import Context
 from .file_view import FileView
-from .functions import MAKES_STEP, RUNS_MODEL, CallKind, Followed
+from .functions import MAKES_STEP, RUNS_MODEL, Call, CallKind
 from .iterators import IteratorTable, RewindIterator
 from .live import Live
 from .output import Mute
@@ -69,36 +69,33 @@ class Follow:
         """The message to people about numbers that the script took here and this process does not know."""
         self._began = self._told_at = time.monotonic()
 
-    def call(
-        self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        followed = Followed.of(function)
+    def call(self, call: Call) -> Any:
         with self._explained():
-            if self._layout is None and kind is CallKind.SAVE:
-                return followed.skipped(None)
-            if self._layout is None and kind is CallKind.FACT:
-                return self._context.groups.fact(name, lambda: function(*args, **kwargs))
-            if self._layout is None and kind not in RUNS_MODEL:
-                return function(*args, **kwargs)
-            record = self._next_record(name)
+            if self._layout is None and call.kind is CallKind.SAVE:
+                return call.skipped(None)
+            if self._layout is None and call.kind is CallKind.FACT:
+                return self._context.groups.fact(call.name, call)
+            if self._layout is None and call.kind not in RUNS_MODEL:
+                return call()
+            record = self._next_record(call.name)
             if record is None:
-                return self._context.mode.call(name, kind, function, args, kwargs)
+                return self._context.mode.call(call)
             _, value, pulls, read = record
-            self._compare(self._context.reads.take(), read, self._step + 1, name)
-            if kind is CallKind.SAVE:
+            self._compare(self._context.reads.take(), read, self._step + 1, call.name)
+            if call.kind is CallKind.SAVE:
                 self._draw_alike()
                 if error := codec.decode_error(value):
                     raise error
-                return followed.skipped(value)
-            _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
+                return call.skipped(value)
+            _, stand_ins = IteratorTable().wrap(call.kwargs.get("data_iterator"))
             for iterator, pulled in zip([*stand_ins, *self._context.tapes], pulls, strict=True):
                 mine = iterator.skip(*pulled)
                 if mine is not None:
-                    self._compare(mine, pulled[-1], self._step + 1, name)
+                    self._compare(mine, pulled[-1], self._step + 1, call.name)
                 elif pulled[0]:
-                    self._passed_over[iterator.inner] = _Passed(pulled[0], pulled[-1], self._step + 1, name)
-            value = followed.skipped(value)
-            if kind in MAKES_STEP:
+                    self._passed_over[iterator.inner] = _Passed(pulled[0], pulled[-1], self._step + 1, call.name)
+            value = call.skipped(value)
+            if call.kind in MAKES_STEP:
                 self._step += 1
                 self._context.tapes.forget()
                 self._more()  # the cut: a take-over begins here, before the script goes on

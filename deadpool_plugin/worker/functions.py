@@ -1,4 +1,4 @@
-"""The functions of a framework that are calls, and what followers are told of them."""
+"""A call of the framework's: what it means, how it is executed, and what followers are told of it."""
 
 from __future__ import annotations
 
@@ -22,27 +22,40 @@ class CallKind(enum.Enum):
     """Asks what a spare would find otherwise (whether a file is there, parameters are alike), before the first forward
     or after it: a spare is told what the rank itself was, plain data. `name` is the question."""
     SAVE = "save"
-    """Writes a checkpoint (`function` is a `saving.SaveCall`): waits for the commit, and followers skip it."""
+    """Writes a checkpoint (the call is a `saving.SaveCall`): waits for the commit, and followers skip it."""
 
 
 RUNS_MODEL = frozenset({CallKind.FORWARD, CallKind.STEP})
 MAKES_STEP = frozenset({CallKind.UPDATE, CallKind.STEP})
 
 
-LossOf = Callable[[Any], float | None]
+class Call:
+    """One call: `function` with what it is given. Followers are told its value, unless a subclass says otherwise."""
 
+    name: str
+    kind = CallKind.PLAIN
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
 
-class Followed:
-    """The `function` of a call, and what followers are told of it (plain data and tensors): its value, if a subclass
-    does not say otherwise."""
+    def __init__(
+        self,
+        name: str,
+        kind: CallKind,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.name, self.kind, self.function, self.args, self.kwargs = name, kind, function, args, kwargs or {}
 
-    @staticmethod
-    def of(function: Callable[..., Any]) -> Followed:
-        return function if isinstance(function, Followed) else Bare(function)
+    def __call__(self) -> Any:
+        """Execute it, as often as needed."""
+        return self.function(*self.args, **self.kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Execute it."""
-        raise NotImplementedError
+    @property
+    def is_read(self) -> bool:
+        """Whether its effects are read, whatever its value: gradients, buffers by the script, state by a snapshot."""
+        return self.kind in MAKES_STEP | RUNS_MODEL
 
     def check(self) -> None:
         """Raises: Unsupported if what it was given is not what it was, so that it cannot be executed again."""
@@ -53,7 +66,7 @@ class Followed:
         return value
 
     def outcome(self, value: Any) -> Any:
-        """Make the record of `value`, right after the call."""
+        """Make the record of `value`, right after the call: plain data and tensors."""
         return value
 
     def failed(self, error: BaseException) -> Any:
@@ -64,23 +77,10 @@ class Followed:
         """Return, in a follower, the value for the script, made from what was recorded; executes nothing."""
         return outcome
 
-    def loss(self, value: Any, loss_of: LossOf, on_host: Callable[[Any], Any]) -> float | None:
-        """The loss in `value`, if there is one, for people to look at.
-
-        Args: loss_of: `Adapter.loss_of`; on_host: gives what was told, on the host.
-        """
-        return loss_of(on_host(value))
+    def loss(self, value: Any, on_host: Callable[[Any], Any]) -> float | None:
+        """Find the loss, for people to look at. `on_host` gives what was told, on the host."""
+        return None
 
 
-class Bare(Followed):
-    """A function of the framework's as it is."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-
-CallHandler = Callable[[str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""`handler(name, kind, function, args, kwargs)`: what the runtime puts around every call."""
+CallHandler = Callable[[Call], Any]
+"""What the runtime puts around every call; returns the value for the script."""

@@ -6,7 +6,6 @@ runs on the main thread.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,12 +18,11 @@ from ..core import local
 from ..errors import WHOLE_STEP, Unsupported
 from ..mirror.arena import SlotPair
 from . import copies, rng, switches
-from .calls import Call
+from .calls import LoggedCall
 from .context import Context
-from .functions import MAKES_STEP, CallKind, Followed
+from .functions import MAKES_STEP, Call, CallKind
 from .iterators import RewindIterator
 from .output import flush
-from .saving import SaveCall
 from .staging import Layout
 from .swap import Recovery
 
@@ -70,45 +68,39 @@ class Live:
 
     # ---- calls
 
-    def call(
-        self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call(self, call: Call) -> Any:
         """Make a call of the framework; the adapter puts this around each."""
         if self.inside:
-            if kind is CallKind.UPDATE:
+            if call.kind is CallKind.UPDATE:
                 self._updated = True
                 self._recovery.stager.wait()
-            return function(*args, **kwargs)
+            return call()
         self._refuse_after_error()
         self._note_edit()
-        followed = Followed.of(function)
         found: Sequence[RewindIterator] = ()
-        if "data_iterator" in kwargs:
-            kwargs["data_iterator"], found = self._log.iterators.wrap(kwargs["data_iterator"])
-        run: Callable[[], Any] = functools.partial(followed, *args, **kwargs)
-        if isinstance(followed, SaveCall):
-            run = functools.partial(self._save, followed, self._log.step)
-        call = Call(name, kind, self._log.step, run, self._entry(), self._places(found), followed)
+        if "data_iterator" in call.kwargs:
+            call.kwargs["data_iterator"], found = self._log.iterators.wrap(call.kwargs["data_iterator"])
+        logged = LoggedCall(call, self._log.step, self._entry(), self._places(found))
         read = self._context.reads.take()
         self._updated = False
         try:
-            value = self._recovery.run(call)
+            value = self._recovery.run(logged)
         except BaseException as error:  # torch's CheckpointException is no Exception
-            if (outcome := followed.failed(error)) is not None:
-                self._done(call, outcome, read)
+            if (outcome := call.failed(error)) is not None:
+                self._done(logged, outcome, read)
             raise
-        if kind is CallKind.STEP and not self._updated:
+        if call.kind is CallKind.STEP and not self._updated:
             raise Unsupported(
-                f"{name} ended without an optimizer step",
+                f"{call.name} ended without an optimizer step",
                 "a whole iteration: all micro-batches that are accumulated, and the update",
                 "let one call of the function do all of it",
             )
-        self._done(call, followed.outcome(value), read)
-        if kind is CallKind.SAVE:
+        self._done(logged, call.outcome(value), read)
+        if call.kind is CallKind.SAVE:
             return value
-        loss = followed.loss(value, self._adapter.loss_of, self._recovery.results.of)
+        loss = call.loss(value, self._recovery.results.of)
         self._loss = loss if loss is not None else self._loss
-        if kind in MAKES_STEP:
+        if call.kind in MAKES_STEP:
             self._cut()
         self._recovery.results = copies.HostCopies(None)  # which keep the script's tensors, and their graph
         return value
@@ -146,12 +138,13 @@ class Live:
         def again() -> None:
             self._groups.issue(handle, name, *_replaced(arguments, map(copies.copied_back, kept))).wait()
 
-        call = Call(name, CallKind.PLAIN, self._log.step, first_time, restore_tensors, self._places())
-        outcome = self._recovery.run(call)
+        call = Call(name, CallKind.PLAIN, first_time)
+        logged = LoggedCall(call, self._log.step, restore_tensors, self._places())
+        outcome = self._recovery.run(logged)
         if not any(map(self._adapter.state.owns, written)):  # else the calls before it bring its entry back
-            call.run = again
-        call.restore_entry = restore_entry
-        self._done(call, outcome)
+            call.function = again
+        logged.restore_entry = restore_entry
+        self._done(logged, outcome)
         self._recovery.results = copies.HostCopies(None)
         return collective.CompletedWork(*outcome)
 
@@ -199,27 +192,20 @@ class Live:
 
         return restore
 
-    def _done(self, call: Call, outcome: Any, read: int = 0) -> None:
+    def _done(self, call: LoggedCall, outcome: Any, read: int = 0) -> None:
         """Record `call`: the script gets its value now, and what it draws from here on is its own."""
         large = self._log.add(call, self._recovery.results.of(outcome), read)
         if large and not self._cannot_be_followed:
             self._cannot_be_followed = True
+            place = f"{call.call.name} in the loop of step {self._log.step + 1}"
             text = (
-                f"{call.name} in the loop of step {self._log.step + 1} gave rank {self._rank} {large.description}: no "
-                f"other process can take this rank over any more; keep large results out of the loop, or {WHOLE_STEP}"
+                f"{place} gave rank {self._rank} {large.description}: no other process can take this rank over any "
+                f"more; keep large results out of the loop, or {WHOLE_STEP}"
             )
             self._link.event("Note", text=text)
         states = rng.capture(self._adapter)
         self._at_exit = self._at_entry if rng.equal(states, self._at_entry) else states
         self._adapter.state.left()
-
-    def _save(self, save: SaveCall, step: int) -> Any:
-        """Within its call: begins when the step is committed, so that no swap goes back behind what is written."""
-        self._context.saves.step = step
-        if save.gated:
-            self._link.wait_until(lambda: max(self._recovery.restored, self._link.committed) >= step)
-        with self._context.saves.under_way():
-            return save()
 
     def _cut(self) -> None:
         step = self._log.step + 1

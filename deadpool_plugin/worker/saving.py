@@ -32,7 +32,7 @@ from ..transport.linux import await_end, pidfd_open, pidfd_send_signal
 from . import codec
 from .copies import structure
 from .folders import Folders
-from .functions import CallHandler, CallKind, Followed
+from .functions import Call, CallHandler, CallKind
 from .link import AgentLink
 from .output import Mute, reads_data
 from .patching import around, replace, when_imported
@@ -49,10 +49,10 @@ _POLL_S = 0.001
 _AT_REST = {b"T", b"t", b"Z", b"X"}
 
 
-class SaveCall(Followed):
+class SaveCall(Call):
     """One call that saves; calling it does it (again)."""
 
-    name = "save"
+    name, kind = "save", CallKind.SAVE
     gated = True
     """It begins to write, so it waits until the step it would save is committed."""
 
@@ -134,7 +134,7 @@ class Saves:
 
     def do(self, call: SaveCall) -> Any:
         """Hand `call` to whoever decides what becomes of it now. The script's main thread only."""
-        return self._handler(call.name, CallKind.SAVE, call, (), {})
+        return self._handler(call)
 
     def wrapped(
         self,

@@ -18,7 +18,7 @@ from ..mirror.arena import SlotPair
 from . import codec
 from .context import Context
 from .file_view import Looks
-from .functions import RUNS_MODEL, CallKind
+from .functions import RUNS_MODEL, Call, CallKind
 from .live import Live
 from .patching import around, when_imported
 from .staging import Layout
@@ -39,26 +39,24 @@ class Starting:
         self._looks: Looks | None = None
         self._hook: RemovableHandle | None = None
 
-    def call(
-        self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if kind is CallKind.UPDATE:
+    def call(self, call: Call) -> Any:
+        if call.kind is CallKind.UPDATE:
             raise Unsupported(
                 "the first optimizer step came before any forward that deadpool_plugin knows",
                 "Megatron-core's get_forward_backward_func() or a DeepSpeed engine to be called in every step",
                 f"import Megatron's schedule after init_process_group, or {WHOLE_STEP}",
             )
-        if kind is CallKind.SAVE:
+        if call.kind is CallKind.SAVE:
             with self._context.groups.unrecorded():  # a rehearsal saves nothing, so it makes none of these exchanges
-                value = function(*args, **kwargs)
+                value = call()
                 self._context.saves.wait_for_threads()  # those of one that goes on behind the script's back, too
                 return value
-        if kind is CallKind.FACT:
-            return self._context.groups.fact(name, lambda: function(*args, **kwargs))
-        if kind not in RUNS_MODEL:
-            return function(*args, **kwargs)
+        if call.kind is CallKind.FACT:
+            return self._context.groups.fact(call.name, call)
+        if call.kind not in RUNS_MODEL:
+            return call()
         self._become_live()
-        return self._context.mode.call(name, kind, function, args, kwargs)
+        return self._context.mode.call(call)
 
     def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._context.groups.issue(handle, name, args, kwargs)

@@ -19,11 +19,11 @@ from ..core import local
 from ..errors import GenerationChanged
 from ..mirror.arena import SlotPair
 from . import codec, copies, rng
-from .calls import Call, CallLog, forget
+from .calls import CallLog, LoggedCall, forget
 from .context import Context
 from .functions import MAKES_STEP, CallKind
 from .link import JobEnded, give_up
-from .saving import Flight
+from .saving import Flight, SaveCall
 from .staging import Layout, Stager
 
 
@@ -48,27 +48,29 @@ class Recovery:
 
     # ---- calls
 
-    def run(self, call: Call) -> Any:
-        """Execute `call`, through as many swaps as come."""
+    def run(self, logged: LoggedCall) -> Any:
+        """Execute it, through as many swaps as come."""
         while True:
             try:
-                return self._execute(call)
+                return self._execute(logged)
             except GenerationChanged as change:
                 forget(change)
             except Exception as error:
+                call = logged.call
                 if call.kind is not CallKind.SAVE:  # which is redone, and told to who follows, as failed
                     self.error = f"{call.name} raised {type(error).__name__}: {error}"
                 raise
             self.swap()
-            call.rewind()
+            logged.rewind()
 
-    def _execute(self, call: Call) -> Any:
+    def _execute(self, logged: LoggedCall) -> Any:
+        call = logged.call
         self._groups.generations.check()
         if call.kind is CallKind.UPDATE:
             self.stager.wait()
         self.results = copies.HostCopies(None)
         with self._executing():
-            value = call.run()
+            value = self._save(call, logged.segment) if isinstance(call, SaveCall) else call()
             if call.kind is not CallKind.SAVE:
                 # Wait until the results are sure to be valid. A kernel of NCCL's ends well, with garbage, if a
                 # neighbour on this host was aborted (prims_simple.h: an aborted one posts its steps without their
@@ -80,6 +82,14 @@ class Recovery:
                     torch.cuda.current_stream().synchronize()
                 self._groups.generations.check_heard(self._slots.announced)
         return value
+
+    def _save(self, save: SaveCall, step: int) -> Any:
+        """Begin when the step is committed, so that no swap goes back behind what is written."""
+        self._context.saves.step = step
+        if save.gated:
+            self._link.wait_until(lambda: max(self.restored, self._link.committed) >= step)
+        with self._context.saves.under_way():
+            return save()
 
     @contextlib.contextmanager
     def _executing(self) -> Iterator[None]:
@@ -185,22 +195,23 @@ class Recovery:
         self._link.event("WorkerResumed", rank=self._rank, step=restore_step, duration_s=now - began)
         self._link.send(local.Restored(self._rank, generation))
 
-    def redo(self, call: Call) -> None:
-        """Execute `call` again, after the step that was restored."""
-        call.rewind()
+    def redo(self, logged: LoggedCall) -> None:
+        """Execute a call again, after the step that was restored."""
+        call, segment = logged.call, logged.segment
+        logged.rewind()
         try:
-            self._execute(call)
+            self._execute(logged)
         except (GenerationChanged, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # torch's CheckpointException is no Exception
             if call.kind is not CallKind.SAVE:
                 raise
-            what = f"{call.name} after step {call.segment}, done again on rank {self._rank} in a swap"
+            what = f"{call.name} after step {segment}, done again on rank {self._rank} in a swap"
             why = f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
             self._link.event("Note", text=f"{what}, failed ({why}); the script has had its answer, training goes on")
         if call.kind in MAKES_STEP:
-            self.stage(call.segment + 1)
-            self.report_first_step(call.segment + 1)
+            self.stage(segment + 1)
+            self.report_first_step(segment + 1)
 
     # ---- the end
 

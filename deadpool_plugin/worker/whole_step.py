@@ -17,21 +17,21 @@ from torch.utils import _pytree as pytree
 from ..errors import Unsupported
 from .adapter import Adapter
 from .copies import Inputs
-from .functions import CallKind, Followed, LossOf
+from .functions import Call, CallKind
 from .iterators import POINTER, RewoundByItself
 
-CallOf = Callable[[Adapter, str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+CallOf = Callable[[Adapter, Call], Any]
 """A `CallHandler` that is told whose framework the call is of."""
 
 
-class WholeStep(Followed):
+class WholeStep(Call):
     """One call of a step function."""
 
     def __init__(
         self, adapter: Adapter, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.name = f"step {function.__qualname__}"
-        self._adapter, self._function = adapter, function
+        super().__init__(f"step {function.__qualname__}", CallKind.STEP, function)
+        self._adapter = adapter
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, torch.nn.Parameter):
                 raise Unsupported(
@@ -53,7 +53,7 @@ class WholeStep(Followed):
         args, kwargs = self._given or self._inputs.again()
         self._given = None
         with self._adapter.inside_step():
-            return self._function(*args, **kwargs)
+            return self.function(*args, **kwargs)
 
     def check(self) -> None:
         self._inputs.check()
@@ -69,7 +69,7 @@ class WholeStep(Followed):
         self._adapter.state.show(visible)
         return value
 
-    def loss(self, value: Any, loss_of: LossOf, on_host: Callable[[Any], Any]) -> float | None:
+    def loss(self, value: Any, on_host: Callable[[Any], Any]) -> float | None:
         """Find the loss in the function's result: a number, the first, or the one so called."""
         value = on_host(value)
         if isinstance(value, dict):
@@ -98,5 +98,4 @@ class WholeSteps:
                 "a DeepSpeed engine or a Megatron-core optimizer, imported before init_process_group",
                 "build it before the first step",
             )
-        step = WholeStep(adapter, function, args, kwargs)
-        return self._call(adapter, step.name, CallKind.STEP, step, (), {})
+        return self._call(adapter, WholeStep(adapter, function, args, kwargs))

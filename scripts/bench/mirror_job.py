@@ -43,10 +43,10 @@ class Calls:
             adapter, functools.partial(self._call, handler), saves
         )
 
-    def _call(self, handler: Any, name: str, kind: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, handler: Any, call: Any) -> Any:
         if self._inside:
-            return handler(name, kind, function, args, kwargs)
-        self._inside = True
+            return handler(call)
+        self._inside, function = True, call.function
         spent = [0, 0]
 
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,8 @@ class Calls:
 
         cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
         try:
-            return handler(name, kind, measured, args, kwargs)
+            call.function = measured
+            return handler(call)
         finally:
             self._inside = False
             self.count += 1

@@ -199,8 +199,8 @@ def behind_cut(output):
 
 def test_a_backward_of_the_scripts_own_that_failed_leaves_nothing_to_the_next(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # put back afterwards
-    handled = []
-    calls = training_calls(lambda *call: handled.append(call[2]))
+    handled: list[Any] = []
+    calls = training_calls(handled.append)
     calls._wrap_tensor_backward()
 
     def given():
@@ -312,7 +312,7 @@ def test_calls_have_the_names_of_the_engines_methods_and_the_kinds_they_are(monk
     for name in ("_wrap_tensor_backward", "_wrap_reads", "_wrap_monitors"):
         monkeypatch.setattr(EngineCalls, name, lambda calls: None)
     made: list[Any] = []
-    calls = training_calls(lambda name, kind, call, args, kwargs: made.append((name, kind.value)) or call(**kwargs))
+    calls = training_calls(lambda call: made.append((call.name, call.kind.value)) or call())
     calls.install(Engine, Engine)
     engine: Any = Engine()
     engine.step(), engine.zero_grad(), engine.allreduce_gradients()

@@ -130,9 +130,9 @@ def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followe
 
     made = []
 
-    def handler(name, kind, function, args, kwargs):
-        value = function(*args, **kwargs)
-        made.append((name, function, codec.decode(codec.encode(function.outcome(value)))))
+    def handler(call):
+        value = call()
+        made.append((call.name, call, codec.decode(codec.encode(call.outcome(value)))))
         return value
 
     engine = build(lambda: torch.nn.Linear(4, 1), zero_optimization={"stage": stage})

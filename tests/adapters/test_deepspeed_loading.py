@@ -25,7 +25,7 @@ def test_a_rehearsal_loads_what_the_job_began_with(tmp_path, at_start):
     groups = Groups()
     groups._recorder = Recorder(0)
     modes: list[Starting | Follow] = [Starting(fake(groups=groups), 0, 0)]
-    calls = fake(busy=False, is_training=False, handler=lambda *call: modes[-1].call(*call))
+    calls = fake(busy=False, is_training=False, handler=lambda call: modes[-1].call(call))
     checkpoints.install_loading(calls, Engine)
     newest = tmp_path / "latest"
     if at_start:

@@ -74,7 +74,7 @@ def test_only_what_a_script_gathers_in_training_is_a_call(monkeypatch):
     entered, handled = [], []
     for name in ("__enter__", "__exit__"):
         monkeypatch.setattr(GatheredParameters, name, lambda context, *exc: entered.append(context))
-    calls = fake(busy=False, is_training=False, do=lambda call: handled.append(call.name))
+    calls = fake(busy=False, is_training=False, handler=lambda call: handled.append(call.name))
     zero3.install(calls)
     context = GatheredParameters([], enabled=False)
     with context:

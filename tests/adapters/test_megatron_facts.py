@@ -21,7 +21,7 @@ def test_a_rehearsal_loads_a_checkpoint_only_if_the_job_began_with_one(tmp_path,
     groups = Groups()
     groups._recorder = Recorder(0)
     modes: list[Starting | Follow] = [Starting(fake(groups=groups), 0, 0)]
-    adapter.install_facts(lambda *call: modes[-1].call(*call))
+    adapter.install_facts(lambda call: modes[-1].call(call))
     tracker, other = tmp_path / adapter.TRACKER, tmp_path / "script.py"
     if at_start:
         tracker.touch()
@@ -47,7 +47,7 @@ def test_a_checkpoint_that_is_looked_for_past_os_path_is_asked_for_once(tmp_path
     asked, tracker = [], tmp_path / adapter.TRACKER
     saving = fake(isfile=lambda path: path.exists() or os.path.isfile(path))
     monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", saving)
-    adapter.install_facts(lambda name, kind, function, args, kwargs: asked.append(name) or function(*args))
+    adapter.install_facts(lambda call: asked.append(call.name) or call())
     assert not saving.isfile(tracker) and not os.path.isfile(tracker)
     assert asked == [f"isfile {tracker}"] * 2, "each of them once"
 
@@ -61,7 +61,7 @@ def test_a_rehearsal_compares_no_parameters_with_those_of_others(monkeypatch, tr
     groups = Groups()
     groups._recorder = Recorder(0)
     modes: list[Starting | Follow] = [Starting(fake(groups=groups), 0, 0)]
-    adapter.install_facts(lambda *call: modes[-1].call(*call))
+    adapter.install_facts(lambda call: modes[-1].call(call))
     assert loop.check_param_hashes_across_dp_replicas(["model"], cross_check=True)
     alone = Groups()
     alone.rehearse(groups.stop_recording())
@@ -79,6 +79,6 @@ def test_what_is_exchanged_for_a_fact_is_not_recorded():
 def test_in_the_loop_a_fact_is_a_call(tmp_path, monkeypatch):
     monkeypatch.setattr(os.path, "isfile", os.path.isfile)
     made = []
-    adapter.install_facts(lambda name, kind, function, args, kwargs: made.append((name, kind)) or function(*args))
+    adapter.install_facts(lambda call: made.append((call.name, call.kind)) or call())
     assert not os.path.isfile(tmp_path / adapter.TRACKER)
     assert made == [(f"isfile {tmp_path / adapter.TRACKER}", CallKind.FACT)]

@@ -11,9 +11,10 @@ import torch
 from adapters.test_megatron_state import Job, arguments
 
 from deadpool_plugin.adapters.megatron import bookkeeping
-from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
+from deadpool_plugin.adapters.megatron.adapter import ForwardBackward, MegatronAdapter
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
+from deadpool_plugin.worker.functions import CallKind
 from deadpool_plugin.worker.staging import Layout
 
 REFUSED = [
@@ -309,7 +310,7 @@ def test_who_follows_the_reduction_of_a_loss_logs_what_the_rank_itself_logs(monk
 
     assert (MTPLossLoggingHelper, "reduce_loss_in_tracker") in bookkeeping.reductions()
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {"values": torch.tensor([2.0])})
-    reduction = bookkeeping.Reduction(lambda: MTPLossLoggingHelper.tracker["values"].mul_(3))
+    reduction = bookkeeping.Reduction("f", CallKind.PLAIN, lambda: MTPLossLoggingHelper.tracker["values"].mul_(3))
     outcome = codec.decode(codec.encode(reduction.outcome(reduction())))
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
     reduction.skipped(outcome)
@@ -338,4 +339,4 @@ def test_who_follows_the_reduction_of_a_loss_logs_what_the_rank_itself_logs(monk
     ids=str,
 )
 def test_a_loss_is_told_where_numbers_are_reported_and_nothing_else_ends_the_job(reported, loss):
-    assert MegatronAdapter().loss_of(reported) == loss
+    assert ForwardBackward("f", CallKind.FORWARD, list).loss(reported, lambda value: value) == loss

@@ -163,7 +163,7 @@ def test_who_follows_is_told_nothing_of_what_is_gathered_to_be_saved():
             return {"all of it": torch.zeros(3)}
 
     calls: list[Any] = []
-    saving.wrap_sharded_state_dict(Optimizer, lambda name, kind, call, args, kwargs: calls.append(call) or call())
+    saving.wrap_sharded_state_dict(Optimizer, lambda call: calls.append(call) or call())
     given: dict[str, object] = {"model": 1}
     assert "all of it" in Optimizer().sharded_state_dict(given, is_loading=True)
     given["optimizer"] = "added by the script"

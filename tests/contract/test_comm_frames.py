@@ -24,7 +24,7 @@ from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.worker.context import Context
-from deadpool_plugin.worker.functions import CallKind
+from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.live import Live
 from deadpool_plugin.worker.staging import Layout
 
@@ -63,7 +63,7 @@ def _live(address: str, next_address: str) -> Live:
     groups = Groups()
     adapter: Any = fake(
         framework="torch", install=lambda handler, saves: None, rng_states=dict,
-        loss_of=lambda value: None, state=fake(changing=(), entry_state=lambda: lambda: None, left=lambda: None),
+        state=fake(changing=(), entry_state=lambda: lambda: None, left=lambda: None),
     )  # fmt: skip
     link: Any = fake(send=lambda message: None, event=lambda kind, **fields: None)
     context = Context(link, groups, [adapter], local_rank=1)
@@ -99,7 +99,7 @@ def _ways() -> tuple[list[str], list[str]]:
         sys.setprofile(None)
         work.wait()
 
-    live.call("forward", CallKind.FORWARD, forward, (), {})
+    live.call(Call("forward", CallKind.FORWARD, forward))
     return spy.frames, entered
 
 

@@ -37,7 +37,6 @@ class Rank(Live):
             guessed=lambda: "",
             rng_states=dict,
             set_rng_states=lambda states: None,
-            loss_of=lambda value: None,
             state=fake(changing=(), entry_state=lambda: lambda: None, left=lambda: None, owns=lambda tensor: False),
         )
         self.groups = fake(generations=self.generations, generation=0)

@@ -6,13 +6,17 @@ from support import present
 
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import calls, codec, proof
-from deadpool_plugin.worker.calls import Call, CallLog, forget
+from deadpool_plugin.worker.calls import CallLog, LoggedCall, forget
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
-from deadpool_plugin.worker.functions import CallKind
+from deadpool_plugin.worker.functions import Call, CallKind
 
 
 def nothing() -> None:
     pass
+
+
+def plain(name, segment, iterators=()):
+    return LoggedCall(Call(name, CallKind.PLAIN, int), segment, nothing, list(iterators))
 
 
 def logged(log, segment, name="f", kind=CallKind.PLAIN, source=None):
@@ -20,8 +24,9 @@ def logged(log, segment, name="f", kind=CallKind.PLAIN, source=None):
     if source is not None:
         wrapped, found = log.iterators.wrap(source)
         iterators = [(one, one.position) for one in found]
-    call = Call(name, kind, segment, lambda: next(wrapped) if source is not None else None, lambda: None, iterators)
-    value = call.run()
+    function = lambda: next(wrapped) if source is not None else None  # noqa: E731
+    call = LoggedCall(Call(name, kind, function), segment, nothing, iterators)
+    value = call.call()
     log.add(call, value)
     return call, value
 
@@ -33,9 +38,9 @@ def test_calls_after_a_cut_are_redone_with_the_items_they_had():
         logged(log, segment, "step", CallKind.UPDATE)
         log.prune(segment + 1)
     redo = log.after_cut(5)
-    assert [call.name for call in redo] == ["forward", "step"]
+    assert [logged.call.name for logged in redo] == ["forward", "step"]
     redo[0].rewind()
-    assert redo[0].run() == 5
+    assert redo[0].call() == 5
     assert [call.segment for call in log.after_cut(0)] == [4, 4, 5, 5]
 
 
@@ -52,14 +57,14 @@ def test_results_above_the_limit_are_not_recorded_and_nothing_after_them_until_t
     monkeypatch.setattr(calls, "RECORDS_BYTES_MAX", 4000)
     log = CallLog()
     results = [bytes(1000), bytes(3000), bytes(10)]
-    lacking = [log.add(Call(f"f{number}", CallKind.PLAIN, 0, int, nothing), one) for number, one in enumerate(results)]
+    lacking = [log.add(plain(f"f{number}", 0), one) for number, one in enumerate(results)]
     log.drew(bytes(10))
     assert lacking[0] is None and "more than" in present(lacking[1]).description and lacking[2] is not None
     first, *others = [codec.decode(one) for one in codec.decode(log.records(0))]
     assert first == ["f0", bytes(1000), [], 0]
     assert [name for name, *_ in others] == ["f1", "f2"], "nobody who follows may come past f1 unharmed"
     assert all(codec.too_large(value) for _, value, *_ in others)
-    assert log.add(Call("f", CallKind.PLAIN, 1, int, nothing), bytes(3000)) is None
+    assert log.add(plain("f", 1), bytes(3000)) is None
     for step in range(1, 5):
         log.prune(step)
     assert not log._bytes
@@ -88,7 +93,7 @@ def test_what_the_script_reads_between_calls_may_change():
     log, source = CallLog(), reused()
     it, _ = log.iterators.wrap(source)
     for segment in range(4):
-        call = Call("forward", CallKind.PLAIN, segment, int, nothing, [(it, it.position)])
+        call = plain("forward", segment, [(it, it.position)])
         log.add(call, None)
         next(it)
         log.prune(segment + 1)

@@ -18,13 +18,13 @@ from deadpool_plugin.core import local
 from deadpool_plugin.errors import GenerationChanged
 from deadpool_plugin.worker import codec, follow, saving
 from deadpool_plugin.worker.follow import Follow
-from deadpool_plugin.worker.functions import CallKind
+from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.proof import Reads
 from deadpool_plugin.worker.starting import Starting
 
 
 def save(rank, function):
-    return rank.call(function.name, CallKind.SAVE, function, (), {})
+    return rank.call(function)
 
 
 class Save(saving.SaveCall):
@@ -55,18 +55,18 @@ def test_who_follows_goes_on_after_a_save_that_failed_in_the_rank_itself():
     for is_follower in (False, True):
         one = follower(rank) if is_follower else rank
         with pytest.raises(OSError) as failed:
-            one.call("save", CallKind.SAVE, Save(full), (), {})
+            one.call(Save(full))
         assert failed.value.errno == errno.ENOSPC and str(failed.value) == str(full)
-        assert one.call("step", CallKind.PLAIN, lambda: 7, (), {}) == 7
+        assert one.call(Call("step", CallKind.PLAIN, lambda: 7)) == 7
 
 
 def test_a_failure_that_is_no_exception_of_the_common_kind_is_recorded_too():
     """torch.distributed.checkpoint raises an exception directly below BaseException."""
     rank, failure = Rank(), CheckpointException("write", {1: (OSError("disk full"), StackSummary())})
     with pytest.raises(CheckpointException):
-        rank.call("save", CallKind.SAVE, Save(failure), (), {})
+        rank.call(Save(failure))
     with pytest.raises(CheckpointException, match="disk full"):
-        follower(rank).call("save", CallKind.SAVE, Save(), (), {})
+        follower(rank).call(Save())
 
 
 class OfTheScript(KeyError):
@@ -142,7 +142,7 @@ def test_only_a_save_may_fail_in_a_redo_and_a_swap_ends_its_redo_too():
             raise end
         return end
 
-    rank.call("forward", CallKind.PLAIN, forward, (), {})
+    rank.call(Call("forward", CallKind.PLAIN, forward))
     save(rank, Save("saved", GenerationChanged(2)))
     for call, error in zip(rank._log.after_cut(0), (OSError, GenerationChanged), strict=True):
         with pytest.raises(error):

@@ -11,7 +11,7 @@ from deadpool_plugin.errors import Divergence
 from deadpool_plugin.worker import codec
 from deadpool_plugin.worker.file_view import FileView, Looks
 from deadpool_plugin.worker.follow import Follow
-from deadpool_plugin.worker.functions import CallKind
+from deadpool_plugin.worker.functions import Call, CallKind
 
 
 @pytest.fixture
@@ -218,4 +218,4 @@ def test_a_rehearsal_that_misses_a_deleted_checkpoint_says_so(tmp_path, rehearse
     following._context.mode = following
     assert last_checkpoint(tmp_path) is None and view.gone == [str(tmp_path / "checkpoint-4")]
     with pytest.raises(Divergence, match="missed .*/checkpoint-4, deleted since.*save_total_limit"):
-        following.call("a fact", CallKind.FACT, last_checkpoint, (tmp_path,), {})
+        following.call(Call("a fact", CallKind.FACT, last_checkpoint, (tmp_path,)))

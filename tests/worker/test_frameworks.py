@@ -8,7 +8,7 @@ from support.stand_in import fake
 
 from deadpool_plugin.errors import InvariantViolated, Unsupported
 from deadpool_plugin.worker.context import Context, available
-from deadpool_plugin.worker.functions import CallKind
+from deadpool_plugin.worker.functions import Call, CallKind
 
 
 def adapter(framework):
@@ -37,11 +37,11 @@ def test_the_first_that_runs_a_model_is_the_jobs():
     made = []
     one, other = adapter("one"), adapter("other")
     context = Context(fake(), fake(), [one, other], local_rank=0)
-    context.mode = fake(call=lambda *call: made.append(call[0]))
-    context._call(one, "zero_grad", CallKind.PLAIN, lambda: None, (), {})
+    context.mode = fake(call=lambda call: made.append(call.name))
+    context._call(one, Call("zero_grad", CallKind.PLAIN, lambda: None))
     with pytest.raises(InvariantViolated, match="nobody knows before the first forward .*this is a bug"):
         _ = context.adapter
-    context._call(other, "train_batch", CallKind.STEP, lambda: None, (), {})
-    context._call(one, "forward", CallKind.FORWARD, lambda: None, (), {})
+    context._call(other, Call("train_batch", CallKind.STEP, lambda: None))
+    context._call(one, Call("forward", CallKind.FORWARD, lambda: None))
     assert context.adapter is other
     assert made == ["zero_grad", "train_batch", "forward"]

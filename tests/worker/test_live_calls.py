@@ -18,7 +18,7 @@ from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import calls, codec, copies, swap
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX, Inputs
-from deadpool_plugin.worker.functions import CallKind, Followed
+from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.swap import Recovery
 
 
@@ -31,7 +31,7 @@ def test_what_a_call_returns_after_its_communicators_were_cut_is_not_believed():
             rank.generations.announce(1)
         return value
 
-    assert rank.call("forward", CallKind.PLAIN, forward, (), {}) == "whole"
+    assert rank.call(Call("forward", CallKind.PLAIN, forward)) == "whole"
     assert rank.swaps == 1 and not rank.inside
 
 
@@ -45,7 +45,7 @@ def test_what_a_call_raises_after_its_communicators_were_cut_is_not_the_scripts_
             raise ValueError("the loss is not a number")
         return loss
 
-    assert rank.call("forward", CallKind.PLAIN, forward, (), {}) == 0.5
+    assert rank.call(Call("forward", CallKind.PLAIN, forward)) == 0.5
     assert rank.swaps == 1 and not rank.inside and not rank._recovery.error
 
 
@@ -55,9 +55,9 @@ def test_a_script_that_catches_what_a_call_raised_is_refused_at_its_next_one():
 
     rank = Rank()
     with pytest.raises(ValueError):
-        rank.call("forward", CallKind.PLAIN, forward, (), {})
+        rank.call(Call("forward", CallKind.PLAIN, forward))
     with pytest.raises(Unsupported, match=r"forward raised ValueError: a bad batch; .*to do: let the error end"):
-        rank.call("step", CallKind.PLAIN, int, (), {})
+        rank.call(Call("step", CallKind.PLAIN, int))
     with pytest.raises(Unsupported, match="a bad batch"):
         rank.collective(fake(), "allreduce", (), {})
 
@@ -68,8 +68,8 @@ def test_a_save_that_fails_is_the_scripts_own_affair():
 
     rank = Rank()
     with pytest.raises(OSError):
-        rank.call("save", CallKind.SAVE, full, (), {})
-    assert rank.call("step", CallKind.PLAIN, lambda: 7, (), {}) == 7
+        rank.call(Call("save", CallKind.SAVE, full))
+    assert rank.call(Call("step", CallKind.PLAIN, lambda: 7)) == 7
 
 
 def test_a_script_that_writes_into_the_shard_between_calls_is_told_once():
@@ -77,7 +77,7 @@ def test_a_script_that_writes_into_the_shard_between_calls_is_told_once():
     rank.stages_nothing(swap_began=0.0)
 
     def step():
-        return rank.call("step", CallKind.UPDATE, lambda: rank.weights.add_(1), (), {})
+        return rank.call(Call("step", CallKind.UPDATE, lambda: rank.weights.add_(1)))
 
     step()
     step()
@@ -91,10 +91,10 @@ def test_a_script_that_writes_into_the_shard_between_calls_is_told_once():
 
 def test_a_result_that_followers_cannot_have_is_said_once_where_it_is_made():
     rank, large = Rank(), {"logits": [torch.zeros(TENSOR_LIMIT_BYTES // 4 + 1)]}
-    rank.call("step", CallKind.PLAIN, lambda: {"loss": torch.zeros(3)}, (), {})
+    rank.call(Call("step", CallKind.PLAIN, lambda: {"loss": torch.zeros(3)}))
     assert rank.said == []
     for _ in range(2):
-        rank.call("forward", CallKind.PLAIN, lambda: large, (), {})
+        rank.call(Call("forward", CallKind.PLAIN, lambda: large))
     ((kind, text),) = rank.said
     assert kind == "Note" and "forward in the loop of step 1 gave rank 3 a tensor of float32 [262145]" in text
 
@@ -105,7 +105,7 @@ def test_a_step_is_told_as_one_of_the_generation_it_was_done_in():
     rank.stages_nothing(swap_began=0.0)
     rank.groups.generation = 4
     rank._link.event = lambda kind, **fields: told.append((kind, fields["generation"], fields["step"]))
-    rank.call("step", CallKind.UPDATE, int, (), {})
+    rank.call(Call("step", CallKind.UPDATE, int))
     assert told == [("StepDone", 4, 1), ("FirstStepDone", 4, 1)]
 
 
@@ -113,20 +113,18 @@ def test_too_many_results_for_followers_in_one_step_are_said_once_and_the_job_go
     monkeypatch.setattr(calls, "RECORDS_BYTES_MAX", 10_000)
     rank = Rank()
     for number in range(30):
-        assert rank.call("evaluate", CallKind.PLAIN, lambda: bytes(1000), (), {}) == bytes(1000), number
+        assert rank.call(Call("evaluate", CallKind.PLAIN, lambda: bytes(1000))) == bytes(1000), number
     ((kind, text),) = rank.said
     assert kind == "Note" and "evaluate in the loop of step 1 gave rank 3 results of more than" in text
     assert "no other process can take this rank over" in text
 
 
-class Forward(Followed):
+class Forward(Call):
     """A call with one static input buffer."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__("forward", CallKind.FORWARD, list)
         self._inputs = Inputs((buffer,), {}, "forward")
-
-    def __call__(self) -> None:
-        pass
 
     def outcome(self, value: object) -> None:
         pass
@@ -139,11 +137,11 @@ def test_an_input_that_the_script_fills_anew_each_step_is_refused_before_anythin
     rank, buffer = Rank(), torch.zeros(COPIED_BYTES_MAX)
     rank.stages_nothing()
     for step in range(2):
-        rank.call("forward", CallKind.FORWARD, Forward(buffer.fill_(step)), (), {})
+        rank.call(Forward(buffer.fill_(step)))
         if step == 0:
-            rank.call("step", CallKind.UPDATE, int, (), {})
+            rank.call(Call("step", CallKind.UPDATE, int))
     with pytest.raises(Unsupported, match="was changed in place after forward had used it"):
-        rank.call("step", CallKind.UPDATE, int, (), {})
+        rank.call(Call("step", CallKind.UPDATE, int))
 
 
 class Pair(NamedTuple):
@@ -190,7 +188,7 @@ def test_nor_is_it_if_only_a_neighbour_has_heard_so_far():
             threading.Timer(0.1, rank.generations.announce, args=(1,)).start()
         return value
 
-    assert rank.call("forward", CallKind.PLAIN, forward, (), {}) == "whole"
+    assert rank.call(Call("forward", CallKind.PLAIN, forward)) == "whole"
     assert rank.swaps == 1
 
 
@@ -269,7 +267,7 @@ def test_the_host_waits_for_the_device_once_for_what_can_be_read_and_else_not(na
         rank._log.add = lambda *args: None  # which it refuses
     made = function()
     torch.cuda.synchronize()
-    costs = [_counted(lambda: rank.call("call", kind, lambda: made, (), {})) for _ in range(3)]
+    costs = [_counted(lambda: rank.call(Call("call", kind, lambda: made))) for _ in range(3)]
     assert costs == [(waits, 0, 0)] * 3
 
 
@@ -278,21 +276,19 @@ def test_the_host_waits_for_the_device_once_for_what_can_be_read_and_else_not(na
 @in_zygote
 def test_what_is_recorded_of_results_on_a_device_is_what_they_were_and_comes_back_there():
     rank, large = _on_device(), torch.zeros(TENSOR_LIMIT_BYTES, device="cuda")
-    rank.call("forward", CallKind.FORWARD, lambda: [_parts(), large], (), {})
+    rank.call(Call("forward", CallKind.FORWARD, lambda: [_parts(), large]))
     ((_, (parts, lacking), _, _),) = map(codec.decode, codec.decode(rank._log.records(0)))
     assert parts["loss"].is_cuda and parts["loss"].item() == 2.0
     assert parts["counts"][0].is_cuda and parts["counts"][0].tolist() == [0, 1, 2] and parts["counts"][1] == 7
     assert isinstance(lacking, codec.TooLarge)
 
 
-class Told(Followed):
+class Told(Call):
     """A call that returns nothing, and tells a number on the device; the snapshot after it has that too."""
 
     def __init__(self, number: torch.Tensor) -> None:
+        super().__init__("step", CallKind.UPDATE, lambda: None)
         self.number = number
-
-    def __call__(self) -> None:
-        pass
 
     def told(self, value: object) -> list[torch.Tensor]:
         return [self.number]
@@ -300,7 +296,7 @@ class Told(Followed):
     def outcome(self, value: object) -> dict[str, torch.Tensor]:
         return {"norm": self.number}
 
-    def loss(self, value: object, loss_of: object, on_host: Callable[[Any], Any]) -> float:
+    def loss(self, value: object, on_host: Callable[[Any], Any]) -> float:
         return float(on_host(self.number))
 
 
@@ -314,7 +310,7 @@ def test_the_one_wait_of_a_call_is_enough_for_its_record_its_loss_and_the_snapsh
     rank.groups.cut = lambda step: 0
     rank._recovery.stager.stage = lambda step, generation, state, *rest: staged.append(state)
     rank._cut = lambda: rank._recovery.stage(1)  # type: ignore[method-assign]
-    costs = [_counted(lambda: rank.call("step", CallKind.UPDATE, Told(number), (), {})) for _ in range(3)]
+    costs = [_counted(lambda: rank.call(Told(number))) for _ in range(3)]
     assert costs == [(1, 0, 0)] * 3
     norm = codec.decode(staged[0])["scalars"]["norm"]
     assert rank._loss == 2.0 and norm.is_cuda and norm.item() == 2.0
@@ -368,6 +364,6 @@ def test_a_collective_between_calls_allocates_nothing_on_the_device_and_is_waite
     call.restore_entry()
     assert given.tolist() == [0.0, 8.0, 16.0, 24.0], "the script has it; what it was is a copy"
     call.rewind()
-    call.run()
+    call.call()
     names = [codec.decode(record)[1][0][0].tolist() for record in codec.decode(rank._log.records(0))]
     assert names == [[0.0, 2.0, 4.0, 6.0], [0.0, 4.0, 8.0, 12.0], [0.0, 8.0, 16.0, 24.0]]

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from deadpool_plugin.errors import Divergence
 from deadpool_plugin.worker import codec, skipping
-from deadpool_plugin.worker.calls import Call, CallLog
+from deadpool_plugin.worker.calls import CallLog, LoggedCall
 from deadpool_plugin.worker.follow import Follow
-from deadpool_plugin.worker.functions import CallKind
+from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.iterators import RewindIterator
 from deadpool_plugin.worker.proof import WHOLE_BYTES_MAX, Reads, digest
 
@@ -141,16 +141,16 @@ def test_a_script_that_reads_its_batches_itself_is_compared_at_its_next_call():
     log, ours, reads = CallLog(), Reads(), Reads()
     for number in range(2):
         ours.note([number, os.urandom(0)])
-        log.add(Call("engine.forward", CallKind.FORWARD, 0, int, nothing), 0.5, ours.take())
+        log.add(LoggedCall(Call("engine.forward", CallKind.FORWARD, int), 0, nothing), 0.5, ours.take())
     follower = follower_of(log, reads)
     reads.note([0, b""])
-    assert follower.call("engine.forward", CallKind.FORWARD, int, (), {}) == 0.5
+    assert follower.call(Call("engine.forward", CallKind.FORWARD, int)) == 0.5
     reads.note([7, b""])
     for _ in range(2):  # whoever catches it does not come past it
         with pytest.raises(
             Divergence, match="rank 3 read other data than the rank itself for engine.forward of step 1"
         ):
-            follower.call("engine.forward", CallKind.FORWARD, int, (), {})
+            follower.call(Call("engine.forward", CallKind.FORWARD, int))
 
 
 @pytest.mark.parametrize("decides", ["which call is next", "which batch is read"])
@@ -158,18 +158,18 @@ def test_a_number_that_followers_are_not_told_is_said_once_and_again_where_it_de
     log, ours, reads, said = CallLog(), Reads(), Reads(), []
     for number in range(2):
         ours.note(number)
-        log.add(Call("engine.forward", CallKind.FORWARD, 0, int, nothing), 0.5, ours.take())
+        log.add(LoggedCall(Call("engine.forward", CallKind.FORWARD, int), 0, nothing), 0.5, ours.take())
     adapter = fake(guessed=lambda: "train.py:57")
     link = fake(event=lambda kind, text: said.append(text))
     follower = follower_of(log, reads, adapter=adapter, link=link)
     reads.note(0)
-    follower.call("engine.forward", CallKind.FORWARD, int, (), {})
+    follower.call(Call("engine.forward", CallKind.FORWARD, int))
     name = "engine.zero_grad" if decides == "which call is next" else "engine.forward"
     reads.note(7)
     with pytest.raises(
         Divergence, match="after the script took a number at train.py:57 .*above 64 KiB.*to do: take it"
     ):
-        follower.call(name, CallKind.FORWARD, int, (), {})
+        follower.call(Call(name, CallKind.FORWARD, int))
     (text,) = said
     assert "rank 3: the script took a number at train.py:57" in text and "to do: take it after engine.backward" in text
 

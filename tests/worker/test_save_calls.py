@@ -33,7 +33,7 @@ from deadpool_plugin.core import local
 from deadpool_plugin.errors import CheckpointLost, GenerationChanged, Unsupported
 from deadpool_plugin.transport import linux
 from deadpool_plugin.worker import calls, codec, copies, dcp, patching, saving
-from deadpool_plugin.worker.functions import CallKind
+from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.link import AgentLink
 from deadpool_plugin.worker.output import Mute
 
@@ -63,7 +63,7 @@ class Link:
 def saves(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     groups = fake(generation=0, generations=Generations(explain_timeout_s=0.0))
-    saves = saving.Saves(cast(AgentLink, Link()), groups, lambda name, kind, call, args, kwargs: call())
+    saves = saving.Saves(cast(AgentLink, Link()), groups, lambda call: call())
     yield saves
     see_files_as_they_are(saves)
 
@@ -447,7 +447,7 @@ def test_in_a_process_that_follows_nobody_waits_for_a_save_or_is_called_back(asy
 
 
 def test_a_rehearsal_is_told_of_no_save_that_it_is_not_done(saves):
-    saves._handler = lambda name, kind, call, args, kwargs: call.skipped(None)  # as before the first forward
+    saves._handler = lambda call: call.skipped(None)  # as before the first forward
     assert dcp.SaveFuture(saves).done()
 
 
@@ -572,7 +572,7 @@ def test_safetensors_saves_as_torch_does(tmp_path, saves, monkeypatch):
         early.save({"a": 3}, str(tmp_path / "early"))
         assert (tmp_path / "early").read_text() == "{'a': 3} None"
         assert [message.path for message in saves.link.sent] == [str(tmp_path / "late"), str(tmp_path / "early")]
-        saves._handler = lambda name, kind, call, args, kwargs: call.skipped(None)
+        saves._handler = lambda call: call.skipped(None)
         early.save({"a": 4}, str(tmp_path / "early"))
         assert (tmp_path / "early").read_text() == "{'a': 3} None"
     finally:
@@ -584,7 +584,7 @@ def test_the_log_of_one_segment_is_bounded(monkeypatch):
     log = calls.CallLog()
     with pytest.raises(Unsupported, match="at most 3 between two optimizer steps"):
         for _ in range(4):
-            log.add(calls.Call("f", CallKind.PLAIN, 0, lambda: None, lambda: None), None)
+            log.add(calls.LoggedCall(Call("f", CallKind.PLAIN, int), 0, lambda: None), None)
 
 
 FOLDERS = [  # what this rank says, and whether it is a replacement; what the others say; where it saves

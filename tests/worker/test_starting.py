@@ -12,7 +12,7 @@ from deadpool_plugin import plugin
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import local
 from deadpool_plugin.errors import GenerationChanged, Unsupported
-from deadpool_plugin.worker.functions import CallKind
+from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.starting import UNKNOWN_STEPS_MAX, Starting
 
 
@@ -76,7 +76,7 @@ def test_nothing_of_a_save_before_the_first_forward_is_recorded_nor_what_its_thr
         groups=fake(unrecorded=unrecorded),
         saves=fake(wait_for_threads=lambda: order.append("its thread")),
     )
-    Starting(context, 0, 4096).call("save", CallKind.SAVE, lambda: order.append("save"), (), {})
+    Starting(context, 0, 4096).call(Call("save", CallKind.SAVE, lambda: order.append("save")))
     assert order == ["off", "save", "its thread", "on"]
 
 

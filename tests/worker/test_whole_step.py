@@ -11,7 +11,7 @@ import deadpool_plugin
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
-from deadpool_plugin.worker.functions import CallKind, Followed
+from deadpool_plugin.worker.functions import CallKind
 from deadpool_plugin.worker.resumable import Tapes
 from deadpool_plugin.worker.whole_step import WholeStep, WholeSteps
 
@@ -62,14 +62,13 @@ def test_with_it_the_function_is_one_call_of_the_framework_that_is_used(monkeypa
 
     def call(*given):
         made.append(given)
-        return given[3]()
+        return given[1]()
 
     monkeypatch.setattr(WholeSteps, "installed", WholeSteps([fake_adapter(used=False), adapter], call))
     value = train_step(torch.ones(3), adapter, scale=4)
     assert value["loss"] == 12 and adapter.depth == 0
-    ((owner, name, kind, function, args, kwargs),) = made
-    assert (owner, name, kind, args, kwargs) == (adapter, "step train_step", CallKind.STEP, (), {})
-    assert isinstance(function, Followed)
+    ((owner, step),) = made
+    assert (owner, step.name, step.kind) == (adapter, "step train_step", CallKind.STEP)
 
 
 def test_it_is_redone_with_the_arguments_it_had():
@@ -121,7 +120,7 @@ def test_an_iterator_is_no_argument_unless_it_is_rewound(tmp_path):
     ],
 )  # fmt: skip
 def test_the_loss_is_found_in_what_it_returns(value, loss):
-    assert WholeStep(fake_adapter(), train_step, (), {}).loss(value, lambda value: None, lambda value: value) == loss
+    assert WholeStep(fake_adapter(), train_step, (), {}).loss(value, lambda value: value) == loss
 
 
 def test_with_nothing_to_train_or_a_graph_from_outside_it_is_refused():

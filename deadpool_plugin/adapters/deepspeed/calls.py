@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...errors import WHOLE_STEP, Unsupported, present
-from ...worker.functions import CallHandler, CallKind, Followed, LossOf
+from ...worker.functions import Call, CallHandler, CallKind
 from ..common import Function, Nesting, in_place_of
 from . import outputs, refusals
 from .cut import Graph, Parts, ScriptsPart, at_rest, cut, output_of, pairs, seed
@@ -57,9 +57,6 @@ class EngineCalls(Nesting):
     def state(self) -> EngineState:
         return present(self._state, "attach() comes first")
 
-    def do(self, call: EngineCall) -> Any:
-        return self.handler(call.name, call.kind, call, (), call.given)
-
     def install(self, engine_class: type, pipeline_class: type) -> None:
         """Wrap what scripts call. Once, before the engine is built."""
         self._wrap(engine_class, "forward", Forward)
@@ -75,12 +72,12 @@ class EngineCalls(Nesting):
         @in_place_of(engine_class, "_take_model_step")  # the update waits until no snapshot is being taken
         def update(original: Function, *args: Any, **kwargs: Any) -> Any:
             self.state.lasting.check()
-            return self.handler("engine._take_model_step", CallKind.UPDATE, original, args, kwargs)
+            return self.handler(Call("engine._take_model_step", CallKind.UPDATE, original, args, kwargs))
 
     def _wrap(self, owner: type, name: str, make: Callable[..., EngineCall]) -> None:
         @in_place_of(owner, name)
         def method(original: Function, /, *args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if self.busy else self.do(make(self, original, *args, **kwargs))
+            return original(*args, **kwargs) if self.busy else self.handler(make(self, original, *args, **kwargs))
 
     # ---- a backward through the script's part of the graph
 
@@ -118,7 +115,7 @@ class EngineCalls(Nesting):
         if threading.current_thread() is not threading.main_thread():  # on a GPU autograd ends on a thread of its own
             raise _on_device()
         parts, self._direct = self._direct, []
-        self.handler("loss.backward", CallKind.PLAIN, functools.partial(self._engines_part, parts), (), {})
+        self.handler(Call("loss.backward", CallKind.PLAIN, self._engines_part, (parts,)))
 
     def _engines_part(self, parts: Parts) -> None:
         tensors, gradients = pairs(parts)
@@ -146,7 +143,7 @@ class EngineCalls(Nesting):
     def _read(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         if self.busy or not self.is_training:
             return original(*args, **kwargs)
-        return self.do(EngineCall(self, original.__name__, functools.partial(original, *args, **kwargs)))
+        return self.handler(EngineCall(self, original.__name__, functools.partial(original, *args, **kwargs)))
 
     def _wrap_monitors(self) -> None:
         """Write the events of a call once, also where it is redone."""
@@ -180,18 +177,17 @@ def _through(*args: Any, **kwargs: Any) -> Any:
     return deadpool_call(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821 (in the functions' own module)
 
 
-class EngineCall(Followed):
+class EngineCall(Call):
     """A function of the engine, or beside it. Followers are told its value."""
 
-    kind = CallKind.PLAIN
+    is_read = True
 
     def __init__(self, calls: EngineCalls, name: str, function: Function) -> None:
-        self._calls, self.name, self._function = calls, name, function
-        self.given: dict[str, Any] = {}
+        self._calls, self.name, self.function = calls, name, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._calls.inside():
-            return self._function(*args, **kwargs)
+            return self.function(*args, **kwargs)
 
 
 class Step(EngineCall):
@@ -208,7 +204,7 @@ class Step(EngineCall):
     def told(self, value: Any) -> Any:
         return [self.outcome(value), self._calls.loss]
 
-    def loss(self, value: Any, loss_of: LossOf, on_host: Callable[[Any], Any]) -> float | None:
+    def loss(self, value: Any, on_host: Callable[[Any], Any]) -> float | None:
         """Return the newest loss, of which the call that steps need not wait another time."""
         return None if self._calls.loss is None else float(on_host(self._calls.loss))
 
@@ -238,9 +234,12 @@ class Batch(EngineCall):
         )
         trains = name == "train_batch"
         self.kind = CallKind.STEP if trains else CallKind.FORWARD
-        self.given = {"data_iterator": engine.data_iterator if trains and data_iter is None else data_iter}
+        self.kwargs = {"data_iterator": engine.data_iterator if trains and data_iter is None else data_iter}
 
-    def loss(self, value: Any, loss_of: LossOf, on_host: Callable[[Any], Any]) -> float | None:
+    def __call__(self) -> Any:
+        return super().__call__(**self.kwargs)
+
+    def loss(self, value: Any, on_host: Callable[[Any], Any]) -> float | None:
         training = self._calls.state.engine.module.training
         return float(on_host(value)) if training and value is not None else None
 

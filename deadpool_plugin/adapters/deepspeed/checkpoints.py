@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ...errors import Unsupported
 from ...worker.copies import structure
-from ...worker.functions import CallKind
+from ...worker.functions import Call, CallKind
 from ...worker.saving import SaveCall, Saves, write_beside
 from ..common import Function, in_place_of
 from .calls import EngineCall, EngineCalls
@@ -175,14 +175,14 @@ def install_loading(calls: EngineCalls, engine_class: type) -> None:
             return original(engine, load_dir, tag, *args, **kwargs)
         if calls.is_training:
             load = functools.partial(original, engine, load_dir, tag, *args, **kwargs)
-            return calls.do(Load(calls, "engine.load_checkpoint", load))
+            return calls.handler(Load(calls, "engine.load_checkpoint", load))
         newest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
 
         def tag_there() -> str | None:
             return newest.read_text().strip() if newest.is_file() else None
 
         if tag is None:
-            tag = calls.handler(f"the tag in {newest}", CallKind.FACT, tag_there, (), {})
+            tag = calls.handler(Call(f"the tag in {newest}", CallKind.FACT, tag_there))
         if tag is None and newest.is_file():
             return None, None  # there was none when the job began
         return original(engine, load_dir, tag, *args, **kwargs)
@@ -204,7 +204,7 @@ class Load(EngineCall):
                 "use torch's AdamW, or load in a job of its own",
             )
         with self._calls.inside():
-            value = self._function()
+            value = self.function()
             state.adam.take_back()
             state.frozen.check_loaded()
         return value

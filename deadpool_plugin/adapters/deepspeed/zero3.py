@@ -50,7 +50,7 @@ def _wrap_gathering(calls: EngineCalls, owner: Any, name: str, kind: Callable[..
         if calls.busy or not calls.is_training or not context.enabled:
             return original(context, *args)
         function = functools.partial(original, context)
-        return calls.do(kind(calls, f"GatheredParameters.{name}", function, context, *args))
+        return calls.handler(kind(calls, f"GatheredParameters.{name}", function, context, *args))
 
 
 class Enter(EngineCall):
@@ -167,7 +167,7 @@ class ModelCall:
         def inner(_: Any, /, *args: Any, **kwargs: Any) -> Any:
             return self._inner(*args, **kwargs)
 
-        return self._calls.do(Forward(self._calls, inner, self._engine, *args, **kwargs))
+        return self._calls.handler(Forward(self._calls, inner, self._engine, *args, **kwargs))
 
     @classmethod
     def watch(cls, calls: EngineCalls, engine: Any) -> None:

@@ -22,7 +22,7 @@ import torch
 from ...errors import WHOLE_STEP, Unsupported, present
 from ...worker import skipping
 from ...worker.adapter import Adapter
-from ...worker.functions import Bare, CallHandler, CallKind, Followed
+from ...worker.functions import Call, CallHandler, CallKind
 from ...worker.saving import Saves
 from ..common import REMEDY, Function, Nesting, after_init, in_place_of
 from . import bookkeeping, refusals, saving
@@ -82,12 +82,12 @@ class MegatronAdapter(Adapter):
         wrap_call(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
         wrap_call(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
         for owner, name in bookkeeping.reductions():
-            wrap_call(owner, name, CallKind.PLAIN, told=bookkeeping.Reduction)
+            wrap_call(owner, name, CallKind.PLAIN, made=bookkeeping.Reduction)
         wrap_call(OptimizerParamScheduler, "step", CallKind.PLAIN)
         if hasattr(loop := sys.modules.get(bookkeeping.LOOP), bookkeeping.CONSUME):
             wrap_call(loop, bookkeeping.CONSUME, CallKind.PLAIN)
         for name in SCHEDULES:
-            wrap_call(schedules, f"forward_backward_{name}", CallKind.FORWARD)
+            wrap_call(schedules, f"forward_backward_{name}", CallKind.FORWARD, made=ForwardBackward)
         for cls in _subclasses(optimizers.MegatronOptimizer):
             if "step" in vars(cls):
                 wrap_call(cls, "step", CallKind.UPDATE)
@@ -145,8 +145,13 @@ class MegatronAdapter(Adapter):
                 kept[name] = one
         tracker.set_states(kept)
 
-    def loss_of(self, result: Any) -> float | None:
+
+class ForwardBackward(Call):
+    """A schedule's whole forward and backward."""
+
+    def loss(self, value: Any, on_host: Callable[[Any], Any]) -> float | None:
         """Mean over microbatches of the first reported number; Megatron reports `[sum, count]` pairs or means."""
+        result = on_host(value)
         if not isinstance(result, list) or not result or not all(isinstance(one, dict) for one in result):
             return None
         key = next(iter(result[0]), None)
@@ -162,12 +167,11 @@ def wrap(
     *,
     handler: CallHandler,
     within: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    told: Callable[..., Followed] = Bare,
+    made: type[Call] = Call,
 ) -> None:
-    """Make `owner.name` a call, as `told` describes it. The original runs `within` a context."""
+    """Make `owner.name` a call, of the class `made`. The original runs `within` a context."""
     original = getattr(owner, name)
 
-    @told
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         with within():
@@ -175,7 +179,7 @@ def wrap(
 
     @in_place_of(owner, name)
     def call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return handler(name, kind, run, args, kwargs)
+        return handler(made(name, kind, run, args, kwargs))
 
 
 def refuse_outside(owner: Any, name: str, is_outside: Callable[[], bool], remedy: str) -> None:
@@ -210,7 +214,7 @@ def install_facts(handler: CallHandler) -> None:
             return original(path)
         asking = True  # however many functions the question goes through
         try:
-            return bool(handler(f"isfile {path}", CallKind.FACT, original, (path,), {}))
+            return bool(handler(Call(f"isfile {path}", CallKind.FACT, original, (path,))))
         finally:
             asking = False
 

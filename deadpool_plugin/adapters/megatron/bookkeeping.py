@@ -21,7 +21,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from ...worker.adapter import Scalars
-from ...worker.functions import Bare
+from ...worker.functions import Call
 
 Entry = dict[str, Any]
 
@@ -55,7 +55,7 @@ def reductions() -> list[tuple[Any, str]]:
     return found
 
 
-class Reduction(Bare):
+class Reduction(Call):
     """A function that reduces tracked losses. Followers get the reduced sums: they log and add up the same."""
 
     def outcome(self, value: Any) -> Scalars:

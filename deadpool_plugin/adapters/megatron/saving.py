@@ -20,7 +20,7 @@ from typing import Any
 
 from ...errors import Unsupported
 from ...worker.copies import structure
-from ...worker.functions import CallHandler, CallKind, Followed
+from ...worker.functions import Call, CallHandler
 from ...worker.patching import replace
 from ...worker.saving import Flight, FolderSave, SaveCall, Saves, die_with_trainer, kill_tree
 from ..common import Function, in_place_of
@@ -60,14 +60,16 @@ def wrap_sharded_state_dict(owner: type, handler: CallHandler) -> None:
 
     @in_place_of(owner, "sharded_state_dict")
     def sharded_state_dict(original: Function, *args: Any, **kwargs: Any) -> Any:
-        return handler("sharded_state_dict", CallKind.PLAIN, ShardedState(original, args, kwargs), (), {})
+        return handler(ShardedState(original, args, kwargs))
 
 
-class ShardedState(Followed):
+class ShardedState(Call):
     """A state that is made to be saved: a follower, which saves nothing, gets an empty one.
 
     The log keeps the arguments as they were, and nothing of the result.
     """
+
+    name = "sharded_state_dict"
 
     def __init__(self, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._original, self._given = original, structure((args, kwargs))
