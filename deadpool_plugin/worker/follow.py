@@ -27,7 +27,7 @@ from .calls import RANDOM_STATES
 from .context import Context
 from .file_view import FileView
 from .functions import MAKES_STEP, RUNS_MODEL, Call, CallKind
-from .iterators import IteratorTable, RewindIterator
+from .iterators import IteratorTable, prove
 from .live import Live
 from .output import Mute
 from .staging import Layout
@@ -92,12 +92,11 @@ class Follow:
                 mine = iterator.skip(*pulled)
                 if mine is not None:
                     self._compare(mine, pulled[-1], self._step + 1, call.name)
-                elif pulled[0]:
+                elif pulled[0] and iterator in stand_ins:
                     self._passed_over[iterator.inner] = _Passed(pulled[0], pulled[-1], self._step + 1, call.name)
             value = call.skipped(value)
             if call.kind in MAKES_STEP:
                 self._step += 1
-                self._context.tapes.forget()
                 self._more()  # the cut: a take-over begins here, before the script goes on
             self._draw_alike()
             return value
@@ -221,7 +220,7 @@ class Follow:
             )
         with rng.preserved():
             for inner, passed in list(self._passed_over.items()):
-                mine = RewindIterator(inner).prove(passed.pulls)
+                mine = prove(inner, passed.pulls)
                 if mine is not None:
                     self._compare(mine, passed.digest, passed.step, passed.name)
         layout = present(self._layout, "a take-over before the first forward")

@@ -1,48 +1,45 @@
-"""Data iterators that can be rewound by a few steps.
+"""Data iterators that can be rewound by a few steps, and moved forward by what another process of the rank pulled.
 
-Rules of this file: the user's iterator is never rebuilt on a survivor; what it gave out is kept while a redo
-could ask for it again, its large tensors by reference (Megatron-LM fills and slices the dict it got). A newcomer's
-iterator is moved to the same position by the counts in the call records (skipping.py).
-An iterator may draw random numbers (a loader does at each new epoch, for its order perhaps): a redo must draw as many
-although it reads nothing, and a newcomer must draw the same.
+Rules of this file: the user's iterator is never rebuilt on a survivor. What it gave out is kept while a redo could ask
+for it again, its large tensors by reference (Megatron-LM fills and slices the dict it got). An iterator may draw random
+numbers (a loader does at each new epoch): a redo must draw as many although it reads nothing, and a newcomer the same.
+A process that takes a rank over in step 50,000 must not read 50,000 batches first. But a data set may have generators
+of its own, and worker processes may draw where nobody sees it: only what is surely known to draw nothing is skipped.
+Source: torch/utils/data/dataloader.py, alike from 2.9 to 2.15 (which hands workers the data set in a list).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ..errors import GenerationChanged, Unsupported
+from torch.utils.data import default_collate, default_convert
+from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+from ..errors import Divergence, GenerationChanged, Unsupported
 from . import proof, rng
 from .copies import COPIED_BYTES_MAX, Kept
-from .skipping import prove, skip
 
 POINTER = "wrap what it reads from: deadpool_plugin.data.resumable(...)"
+WRAPPERS: dict[type, tuple[str, str]] = {}
+"""Iterators of exactly these types hand out what the one in their first attribute gives, and need not be asked
+themselves. While the second attribute ("": none) is true they repeat what they have given, and are not moved."""
+DRAWS_NOTHING: list[Callable[[Any], bool]] = []
+"""Each tells whether reading an item of a data set surely draws no random numbers but from the item's index."""
 
 
 class Item(NamedTuple):
-    """The item of one pull, its digest, and the random states before and after it if it drew from them."""
+    """The item of one pull, the random states before and after it if it drew from them, and its digest."""
 
     kept: Kept
-    before: dict[str, Any] | None
-    after: dict[str, Any] | None
+    drew: tuple[dict[str, Any], dict[str, Any]] | None
     digest: int
-
-    def check(self) -> None:
-        """Raises: Unsupported if it is not what it was."""
-        if (shape := self.kept.changed()) is not None:
-            raise Unsupported(
-                f"a tensor of {shape} in a batch that a training call had read was changed in place",
-                f"tensors above {COPIED_BYTES_MAX} bytes that a loader gives to stay as they are until two steps later",
-                "make new tensors for each batch, and change copies of them",
-            )
 
 
 class RewindIterator:
-    """Stands in for the user's iterator; keeps the items since `forget_before`.
+    """Stands in for the user's iterator; keeps the items since `forget_before`, by position.
 
     `position` counts the items handed out since this object exists.
     """
@@ -50,11 +47,9 @@ class RewindIterator:
     reading: ClassVar[int] = 0
     """How many of them read from their sources right now: what is read below them is theirs to rewind."""
 
-    def __init__(self, inner: Iterator[Any]) -> None:
-        self.inner = inner
-        self.position = 0
-        self._kept: deque[Item] = deque()
-        self._first_kept = 0
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.position = inner, 0
+        self._kept: dict[int, Item] = {}
         self._cut_off = False
         """A swap has ended it in the middle of a pull: a generator says from then on that it has no more items."""
 
@@ -62,15 +57,14 @@ class RewindIterator:
         return self
 
     def __next__(self) -> Any:
-        index = self.position - self._first_kept
-        if index == len(self._kept):
+        item = self._kept.get(self.position)
+        if item is None:
             value = self._pull()
         else:
-            item = self._kept[index]
-            item.check()
+            self.check(self.position, self.position + 1)
             value = item.kept.again()
-            if item.after is not None:
-                rng.restore_host(item.after)
+            if item.drew is not None:
+                rng.restore_host(item.drew[1])
         self.position += 1
         return value
 
@@ -85,28 +79,33 @@ class RewindIterator:
         before = rng.capture_host()
         try:
             with reading():
-                value = next(self.inner)
+                value = self._read()
         except GenerationChanged:
             self._cut_off = True
             raise
         after = rng.capture_host()
-        drew = not rng.equal(before, after)
-        read = proof.digest(value)
-        self._kept.append(Item(Kept(value), before if drew else None, after if drew else None, read))
+        drew = None if rng.equal(before, after) else (before, after)
+        self._kept[self.position] = Item(Kept(value), drew, proof.digest(value))
         return value
+
+    def _read(self) -> Any:
+        return next(self.inner)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def rewind(self, position: int) -> None:
-        assert self._first_kept <= position <= self._first_kept + len(self._kept), "rewound past what is kept"
+        known = position == self.position or not self._kept.keys().isdisjoint((position - 1, position))
+        assert known, "rewound past what is kept"
         self.position = position
 
+    def _items(self, first: int, end: int) -> list[Item]:
+        return [self._kept[position] for position in range(first, end)]
+
     def pulled_since(self, position: int) -> list[Any]:
-        """Return how many items; of each that was drawn for, its number and the random states before; and a digest of
-        all."""
-        items = list(self._kept)[position - self._first_kept : self.position - self._first_kept]
-        drawn = [[number, item.before] for number, item in enumerate(items) if item.before is not None]
+        """Return how many items; the number of each that was drawn for, and the random states before; the digest."""
+        items = self._items(position, self.position)
+        drawn = [[number, item.drew[0]] for number, item in enumerate(items) if item.drew is not None]
         return [len(items), drawn, proof.combined([item.digest for item in items])]
 
     def skip(self, count: int, draws: Sequence[Sequence[Any]] = (), digest: int = 0) -> int | None:
@@ -115,23 +114,21 @@ class RewindIterator:
         Args: digest: that of the rank's own items; 0 if nobody will compare them.
         Returns: the digest of what was read here, None if it was passed over: see `prove`.
         """
-        with reading():
-            return skip(self.inner, count, draws, read_first=digest != 0)
-
-    def prove(self, count: int) -> int | None:
-        """Return the digest of `count` items by which a follower's iterator was moved, passing over them."""
-        with reading():
-            return prove(self.inner, count)
+        return skip(self.inner, count, draws, read_first=digest != 0)
 
     def check(self, first: int, end: int) -> None:
         """Raises: Unsupported if an item from `first` up to `end` was changed since: a redo reads them again."""
-        for item in itertools.islice(self._kept, first - self._first_kept, end - self._first_kept):
-            item.check()
+        for item in self._items(first, end):
+            if (shape := item.kept.changed()) is not None:
+                raise Unsupported(
+                    f"a tensor of {shape} in a batch that a training call had read was changed in place",
+                    f"tensors above {COPIED_BYTES_MAX} bytes that a loader gives to stay as they are until two steps "
+                    "later",
+                    "make new tensors for each batch, and change copies of them",
+                )
 
     def forget_before(self, position: int) -> None:
-        while self._first_kept < position:
-            self._kept.popleft()
-            self._first_kept += 1
+        self._kept = {place: item for place, item in self._kept.items() if place >= position}
 
 
 class RewoundByItself:
@@ -182,3 +179,125 @@ class IteratorTable:
         self._table = {key: one for key, one in self._table.items() if one in first}
         for stand_in, position in first.items():
             stand_in.forget_before(position)
+
+
+# ---- moving a newcomer's iterators
+
+
+@reading()
+def skip(
+    iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = (), read_first: bool = False
+) -> int | None:
+    """Move `iterator` forward by `count` items. Returns: their digest, None if they were passed over.
+
+    Of a DataLoader only the sampler is asked if an adapter knows its data set (which must be a map-style one) and it
+    collates as torch does; with worker processes not before somebody reads on. Anything else pays the price of reading.
+
+    Args:
+        draws: (number of an item, the random states before it) of each one that was drawn for.
+        read_first: read what an iterator gives first, so that it can be compared.
+    """
+    reader: Any = iterator
+    while type(reader) in WRAPPERS:
+        attribute, repeats = WRAPPERS[type(reader)]
+        if repeats and getattr(reader, repeats):
+            return None
+        reader = getattr(reader, attribute)
+    known = type(reader) in _READERS and not (read_first and reader._num_yielded == 0) and _is_known(reader)
+    single = known and type(reader) is _SingleProcessDataLoaderIter
+    if known and not single and not draws:
+        _Behind.fall(reader, count)
+        return None
+    before = {number: states for number, states in draws}
+    indices, digests = deque[Any](maxlen=proof.ITEMS_MAX), []
+    for number in range(count):
+        if number in before:
+            rng.restore_host(before[number])
+        if single:
+            indices.append(_pass_over(reader))
+        else:
+            digests.append(proof.digest(next(iterator)))
+    if single:
+        reader.passed_over = indices
+        return None
+    return proof.combined(digests)
+
+
+@reading()
+def prove(iterator: Iterator[Any], count: int) -> int | None:
+    """Return the digest of the last `count` items that `skip` has passed over; None of others.
+
+    They are read in this process, also if the loader has others: they depend on their indices alone.
+    """
+    reader: Any = iterator
+    while type(reader) in WRAPPERS:
+        reader = getattr(reader, WRAPPERS[type(reader)][0])
+    if type(reader) is _Behind:
+        return proof.combined(reader.catch_up(count))
+    if type(reader) is not _SingleProcessDataLoaderIter or not hasattr(reader, "passed_over"):
+        return None
+    return proof.combined([proof.digest(reader._dataset_fetcher.fetch(index)) for index in reader.passed_over])
+
+
+def _is_known(reader: Any) -> bool:
+    """Return whether a batch surely depends on its indices alone."""
+    plain = reader._dataset_kind == _DatasetKind.Map and reader._collate_fn in (default_collate, default_convert)
+    return plain and any(knows(reader._dataset) for knows in DRAWS_NOTHING)
+
+
+def _pass_over(reader: Any) -> Any:
+    """Go on as if a batch had been read that no worker process has been asked for yet. Returns: its indices."""
+    index = reader._next_index()
+    reader._num_yielded += 1
+    return index
+
+
+class _Behind(_MultiProcessingDataLoaderIter):
+    """An iterator that is yet to be moved forward: once, by all it has missed, when somebody reads on.
+
+    Its worker processes were asked for some batches as soon as it was made; those have to be taken from them, and step
+    by step each of them would be followed by another one.
+    """
+
+    _behind: int
+
+    @classmethod
+    def fall(cls, reader: Any, count: int) -> None:
+        """Let `reader` be (further) behind; it is of this class from now on."""
+        reader._behind = count + (reader._behind if type(reader) is cls else 0)
+        reader.__class__ = cls
+
+    def __next__(self) -> Any:
+        self.catch_up(0)
+        return next(self)
+
+    def catch_up(self, look_at: int) -> list[int]:
+        """Move forward by all that was missed. Returns: the digests of the last `look_at` items of it."""
+        self.__class__ = _MultiProcessingDataLoaderIter  # type: ignore[assignment]
+        count, asked_for = self._behind, self._send_idx - self._rcvd_idx
+        indices, digests = deque[Any](maxlen=min(look_at, proof.ITEMS_MAX)), []
+        try:
+            for _ in range(count - asked_for):
+                indices.append(_pass_over(self))
+            for number in range(min(count, asked_for)):
+                item = next(self)
+                if number >= count - look_at:
+                    digests.append(proof.digest(item))
+        except StopIteration:
+            raise Divergence(
+                f"a DataLoader over a {type(self._dataset).__name__} ended before {count} batches",
+                "as many batches as the process before this one read",
+                "give every process of the job the same data",
+            ) from None
+        create: Any = _DatasetKind.create_fetcher
+        fetcher = create(self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last)
+        return [*digests, *(proof.digest(fetcher.fetch(index)) for index in indices)]
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """It begins anew (`persistent_workers`): nothing is missed of that."""
+        self.__class__ = _MultiProcessingDataLoaderIter  # type: ignore[assignment]
+        self._reset(loader, first_iter)
+
+
+_READERS = (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter, _Behind)
+"""Exactly these: a library's own class of them may do more."""

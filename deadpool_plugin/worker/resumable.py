@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 
 from ..errors import Divergence, Unsupported, invariant
 from . import codec, proof, rng
-from .iterators import POINTER, RewindIterator, RewoundByItself, reading
+from .iterators import POINTER, RewindIterator, RewoundByItself, reading, skip
 from .patching import PatchSet
-from .skipping import skip
 
 TAPES_MAX = 64
 """In one process. Each is named in every call's record."""
@@ -26,123 +25,64 @@ BEGUN, ENDED = object(), object()
 """Events beside items."""
 
 
-class Source:
-    """The script's loader as an endless iterator over events; `begins`: the next one shall be BEGUN."""
-
-    def __init__(self, given: Any) -> None:
-        self.given = given
-        self.items: Iterator[Any] | None = None
-        self.begins = False
-        methods = (getattr(given, name, None) for name in ("state_dict", "load_state_dict"))
-        self.is_stateful = all(map(callable, methods))
-
-    def __next__(self) -> Any:
-        if self.begins:
-            self.begins = False
-            self.items = iter(self.given)
-            return BEGUN
-        if self.items is None:
-            return ENDED
-        try:
-            return next(self.items)
-        except StopIteration:
-            self.items = None
-            return ENDED
-
-    def skip(self, is_item: bool, read_first: bool) -> int | None:
-        """Let the next event happen unseen. Raises: Divergence if it is another one than the rank's own.
-
-        Returns: the digest of it, None of an item that was passed over.
-        """
-        if not is_item:
-            event = next(self)
-            if event is not BEGUN and event is not ENDED:
-                raise self._other_length("went on longer")
-            return proof.digest(event)
-        try:
-            return skip(iter(()) if self.items is None else self.items, 1, read_first=read_first)
-        except StopIteration:
-            raise self._other_length("ended earlier") from None
-
-    def _other_length(self, what: str) -> Divergence:
-        return Divergence(
-            f"a pass over a resumable {type(self.given).__name__} {what} than the rank's own",
-            "the same items",
-            "resume from something that gives the same each time the script is run, or tells its state",
-        )
-
-    def state(self) -> bytes:
-        """Raises: Unsupported if it is no plain data."""
-        with rng.preserved():
-            try:
-                return codec.encode(self.given.state_dict())
-            except Unsupported as error:
-                raise Unsupported(
-                    f"the state_dict() of a {type(self.given).__name__} cannot be kept: {error.found}",
-                    "None, numbers, strings, bytes, tensors, and lists, tuples and dicts of them",
-                    "give deadpool_plugin.data.resumable an iterable without state_dict: it is then read again",
-                ) from error
-
-    def load(self, state: bytes) -> None:
-        """Go on as in torchdata: the pass that begins after `load_state_dict` goes on where the state was taken."""
-        with rng.preserved():
-            self.given.load_state_dict(codec.decode(state))
-            self.items = iter(self.given)
-
-
 class Tape(RewindIterator):
-    """Events of one source, from the first on. Thread: the script's main thread."""
+    """Events of the script's loader, from the first on. Thread: the script's main thread."""
 
-    inner: Source  # type: ignore[assignment]
-
-    def __init__(self, given: Any) -> None:
-        super().__init__(Source(given))  # type: ignore[arg-type]
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self.is_stateful = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.latest_pass: Pass | None = None
+        self._begins = False
+        """The source's next event shall be BEGUN."""
+        self._pass: Iterator[Any] | None = None
+        self._is_nested: bool | None = None
         self._states: dict[int, bytes | None] = {}
+        """The source's, by position."""
         self._owed = 0
         """Events that a follower has skipped and the source has not seen, and by their numbers:"""
         self._draws: dict[int, dict[str, Any]] = {}
         """the random states before those that were drawn for,"""
         self._passes: dict[int, bool] = {}
         """and those that are no items: whether a pass begins."""
-        self._is_nested: bool | None = None
 
-    # ---- the script
-
-    def begin(self) -> None:
-        """Begin a pass, whatever became of the one before."""
-        event = self._next(begins=True)
-        if event is not BEGUN:
-            raise _differs("a pass was begun", event)
-
-    def pull(self) -> Any:
-        """Return the next item. Raises: StopIteration at the end of the pass."""
-        event = self._next(begins=False)
-        if event is BEGUN:
-            raise _differs("an item was asked for", event)
-        if event is ENDED:
-            raise StopIteration
-        return event
-
-    def _next(self, begins: bool) -> Any:
+    def event(self, begins: bool) -> Any:
+        """Return the script's next event: BEGUN if a pass `begins`, whatever became of the one before, or the next."""
         self._settle()
-        if self.position == self._first_kept + len(self._kept):  # not in a redo
-            self.inner.begins = begins
+        if self.position not in self._kept:  # else it is a redo
+            self._begins = begins
         nested = RewindIterator.reading > 0
         if self._is_nested not in (None, nested):
             raise Unsupported(
-                f"a resumable {type(self.inner.given).__name__} is read both directly and through another iterator "
+                f"a resumable {type(self.inner).__name__} is read both directly and through another iterator "
                 "that a training call is given",
                 "one way",
                 "wrap the outermost iterable with deadpool_plugin.data.resumable, and only that",
             )
         self._is_nested = nested
-        return next(self.inner) if nested else super().__next__()
+        event = self._read() if nested else next(self)
+        if (event is BEGUN) is not begins:
+            done = "a pass was begun" if begins else "an item was asked for"
+            was = "the beginning of a pass" if event is BEGUN else "the end of a pass" if event is ENDED else "an item"
+            raise Divergence(
+                f"a training call that was done again read other data than the first time: {done}, and there was {was}",
+                "the same",
+                f"what a call reads must not depend on the time or on what it did before; {POINTER}",
+            )
+        return event
+
+    def _read(self) -> Any:
+        if self._begins:
+            self._begins, self._pass = False, iter(self.inner)
+            return BEGUN
+        event = ENDED if self._pass is None else next(self._pass, ENDED)
+        if event is ENDED:
+            self._pass = None
+        return event
 
     # ---- records and followers
 
     def pulled_since(self, position: int) -> list[Any]:
-        kept = list(self._kept)[position - self._first_kept : self.position - self._first_kept]
-        events = enumerate(item.kept.again() for item in kept)
+        events = enumerate(item.kept.again() for item in self._items(position, self.position))
         passes = [[number, event is BEGUN] for number, event in events if event is BEGUN or event is ENDED]
         *pulled, digest = super().pulled_since(position)
         return [*pulled, passes, digest]
@@ -154,19 +94,21 @@ class Tape(RewindIterator):
         passes: Sequence[Sequence[Any]] = (),
         digest: int = 0,
     ) -> int | None:
-        """Skip items. A source that tells its state is not read until the script itself asks for an item: the state
-        makes its items the rank's own."""
+        # A source that tells its state is not read until the script asks: the state makes its items the rank's own.
         self.forget()
         if count == 0:
             return None
-        self.position = self._first_kept = self.position + count
+        self.position += count
         self._draws.update({self._owed + number: states for number, states in draws})
         self._passes.update({self._owed + number: begins for number, begins in passes})
         self._owed += count
-        return None if self.inner.is_stateful else self._settle(read_first=digest != 0)
+        return None if self.is_stateful else self._settle(read_first=digest != 0)
 
     def _settle(self, read_first: bool = False) -> int | None:
-        """Go over the events that a follower has skipped. Returns: their digest, None if some were passed over."""
+        """Go over the events that a follower has skipped. Returns: their digest, None if some were passed over.
+
+        Raises: Divergence if they are others than the rank's own.
+        """
         if self._owed == 0:
             return None
         digests: list[int | None] = []
@@ -174,11 +116,27 @@ class Tape(RewindIterator):
             for number in range(self._owed):
                 if number in self._draws:
                     rng.restore_host(self._draws[number])
-                self.inner.begins = self._passes.get(number, False)
-                digests.append(self.inner.skip(number not in self._passes, read_first))
+                self._begins = self._passes.get(number, False)
+                if number not in self._passes:
+                    try:
+                        items = iter(()) if self._pass is None else self._pass
+                        digests.append(skip(items, 1, read_first=read_first))
+                    except StopIteration:
+                        raise self._other_length("ended earlier") from None
+                elif (event := self._read()) is BEGUN or event is ENDED:
+                    digests.append(proof.digest(event))
+                else:
+                    raise self._other_length("went on longer")
         self._owe_nothing()
         known = [one for one in digests if one is not None]
         return proof.combined(known) if len(known) == len(digests) else None
+
+    def _other_length(self, what: str) -> Divergence:
+        return Divergence(
+            f"a pass over a resumable {type(self.inner).__name__} {what} than the rank's own",
+            "the same items",
+            "resume from something that gives the same each time the script is run, or tells its state",
+        )
 
     def _owe_nothing(self) -> None:
         self._owed = 0
@@ -198,54 +156,61 @@ class Tape(RewindIterator):
     def state(self) -> bytes | None:
         """Return the source's state at this position; None where it has none to tell: between passes, for instance.
 
-        Blocks: while the source makes it, at every cut.
+        Blocks: while the source makes it, at every cut. Raises: Unsupported if it is no plain data.
         """
         if self.position not in self._states:
-            invariant(self.position == self._first_kept + len(self._kept), "a redo has come to a cut that is new")
-            tells = self.inner.is_stateful and self.inner.items is not None and not self._is_nested and not self._owed
-            self._states[self.position] = self.inner.state() if tells else None
+            invariant(self.position not in self._kept, "a redo has come to a cut that is new")
+            tells = self.is_stateful and self._pass is not None and not self._is_nested and not self._owed
+            self._states[self.position] = self._state_now() if tells else None
         return self._states[self.position]
+
+    def _state_now(self) -> bytes:
+        with rng.preserved():
+            try:
+                return codec.encode(self.inner.state_dict())
+            except Unsupported as error:
+                raise Unsupported(
+                    f"the state_dict() of a {type(self.inner).__name__} cannot be kept: {error.found}",
+                    "None, numbers, strings, bytes, tensors, and lists, tuples and dicts of them",
+                    "give deadpool_plugin.data.resumable an iterable without state_dict: it is then read again",
+                ) from error
 
     def load(self, state: bytes | None) -> None:
         """Make the source's state `state`, in a newcomer, at the cut where a rank's own tape told it.
 
         Blocks: for the source, unless following it has brought it there already.
         """
-        if state is None or (not self._owed and self.inner.items is not None and self.inner.state() == state):
+        if state is None or (not self._owed and self._pass is not None and self._state_now() == state):
             return
         self._owe_nothing()
         self.forget()
-        self.inner.load(state)
-
-
-def _differs(done: str, event: object) -> Divergence:
-    was = "the beginning of a pass" if event is BEGUN else "the end of a pass" if event is ENDED else "an item"
-    return Divergence(
-        f"a training call that was done again read other data than the first time: {done}, and there was {was}",
-        "the same",
-        f"what a call reads must not depend on the time or on what it did before; {POINTER}",
-    )
+        with rng.preserved():  # as in torchdata, the pass begun after `load_state_dict` goes on from the state
+            self.inner.load_state_dict(codec.decode(state))
+            self._pass = iter(self.inner)
 
 
 class Pass(RewoundByItself):
     """One pass over a loader."""
 
-    def __init__(self, loader: Resumable, tape: Tape) -> None:
-        self._loader, self._tape = loader, tape
-        loader.latest_pass = self
-        tape.begin()
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        tape.latest_pass = self
+        tape.event(begins=True)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._loader.latest_pass is not self:
+        if self._tape.latest_pass is not self:
             raise Unsupported(
-                f"two passes over one resumable {type(self._loader.source).__name__} at the same time",
+                f"two passes over one resumable {type(self._tape.inner).__name__} at the same time",
                 "one after the other",
                 "wrap a loader of its own for each",
             )
-        return self._tape.pull()
+        event = self._tape.event(begins=False)
+        if event is ENDED:
+            raise StopIteration
+        return event
 
 
 class Resumable:
@@ -253,10 +218,9 @@ class Resumable:
 
     def __init__(self, source: Any, tape: Tape) -> None:
         self.source, self._tape = source, tape
-        self.latest_pass: Pass | None = None
 
     def __iter__(self) -> Pass:
-        return Pass(self, self._tape)
+        return Pass(self._tape)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -268,16 +232,10 @@ class Resumable:
         return getattr(self.source, name)
 
 
-class Tapes:
+class Tapes(list[Tape]):
     """All tapes of this process, in the order in which the script made them: a replacement makes the same."""
 
     installed: ClassVar[Tapes | None] = None
-
-    def __init__(self) -> None:
-        self._tapes: list[Tape] = []
-
-    def __iter__(self) -> Iterator[Tape]:
-        return iter(self._tapes)
 
     def wrap(self, source: Any) -> Resumable:
         """Raises: Unsupported for what cannot be read from, or for too many."""
@@ -287,19 +245,14 @@ class Tapes:
             raise Unsupported(
                 f"something of type {type(source).__name__} was to be made resumable", "an iterable", "give a loader"
             )
-        if len(self._tapes) == TAPES_MAX:
+        if len(self) == TAPES_MAX:
             raise Unsupported(
                 f"the script makes loader number {TAPES_MAX + 1} resumable",
                 f"at most {TAPES_MAX}",
                 "wrap each loader once, before the training loop",
             )
-        self._tapes.append(Tape(source))
-        return Resumable(source, self._tapes[-1])
-
-    def forget(self) -> None:
-        """Forget what was kept: a follower rewinds nothing."""
-        for tape in self:
-            tape.forget()
+        self.append(Tape(source))
+        return Resumable(source, self[-1])
 
     def states(self) -> list[bytes | None]:
         """Return what a snapshot has of them."""
@@ -307,8 +260,8 @@ class Tapes:
 
     def load(self, states: Sequence[bytes | None]) -> None:
         """Go on, in a newcomer, where the snapshot was taken."""
-        invariant(len(states) == len(self._tapes), "the snapshot tells of other loaders than this script has made")
-        for tape, state in zip(self._tapes, states, strict=True):
+        invariant(len(states) == len(self), "the snapshot tells of other loaders than this script has made")
+        for tape, state in zip(self, states, strict=True):
             tape.load(state)
 
     def install(self, inside: Callable[[], bool], note: Callable[[Any], None] = lambda batch: None) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from deadpool_plugin.adapters.megatron import adapter
-from deadpool_plugin.worker import skipping
+from deadpool_plugin.worker import iterators
 from deadpool_plugin.worker.iterators import RewindIterator
 
 WORDS = 60
@@ -56,7 +56,7 @@ def bert(corpus, cls=None, **changes):
 
 @pytest.fixture
 def loader(train_gpt, monkeypatch):
-    monkeypatch.setattr(skipping, "DRAWS_NOTHING", [adapter._reads_by_index])
+    monkeypatch.setattr(iterators, "DRAWS_NOTHING", [adapter._reads_by_index])
 
     def make(data_set):
         torch.manual_seed(7)
@@ -73,7 +73,7 @@ def test_a_newcomer_reads_the_batches_of_a_masked_data_set_that_the_rank_would_r
         before = ours.position
         next(ours)
         newcomers.skip(*ours.pulled_since(before))
-    assert (type(newcomers.inner) is skipping._Behind) is not permute
+    assert (type(newcomers.inner) is iterators._Behind) is not permute
     for _ in range(3):
         mine, expected = next(newcomers), next(ours)
         assert all(torch.equal(mine[name], expected[name]) for name in expected)

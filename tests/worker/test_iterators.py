@@ -9,10 +9,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from deadpool_plugin.errors import Divergence, GenerationChanged, Unsupported
-from deadpool_plugin.worker import codec, skipping
+from deadpool_plugin.worker import codec, iterators
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
-from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator
-from deadpool_plugin.worker.skipping import skip
+from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator, skip
 
 
 def counted(count: int) -> Dataset[Any]:
@@ -163,7 +162,7 @@ class Shared(Dataset[Any]):
 
 @pytest.fixture
 def known(monkeypatch):
-    monkeypatch.setattr(skipping, "DRAWS_NOTHING", [lambda data_set: isinstance(data_set, Shared)])
+    monkeypatch.setattr(iterators, "DRAWS_NOTHING", [lambda data_set: isinstance(data_set, Shared)])
 
 
 def test_a_single_process_loader_over_a_known_data_set_is_moved_without_reading(known):
@@ -249,7 +248,7 @@ def test_what_wraps_a_loader_is_looked_through(known, monkeypatch):
         def __next__(self):
             return next(self.inner)
 
-    monkeypatch.setattr(skipping, "WRAPPERS", {Wrapper: ("inner", "repeats")})
+    monkeypatch.setattr(iterators, "WRAPPERS", {Wrapper: ("inner", "repeats")})
     data = Shared()
     wrapped = Wrapper(iter(DataLoader(data, num_workers=1)))
     wrapped.repeats = False

@@ -12,7 +12,7 @@ from support.stand_in import fake
 from torch.utils.data import DataLoader, Dataset
 
 from deadpool_plugin.errors import Divergence
-from deadpool_plugin.worker import codec, skipping
+from deadpool_plugin.worker import codec, iterators
 from deadpool_plugin.worker.calls import CallLog, LoggedCall
 from deadpool_plugin.worker.follow import Follow
 from deadpool_plugin.worker.functions import Call, CallKind
@@ -93,7 +93,7 @@ class Table(Dataset[Any]):
 
 @pytest.fixture
 def known(monkeypatch):
-    monkeypatch.setattr(skipping, "DRAWS_NOTHING", [lambda data_set: isinstance(data_set, Table)])
+    monkeypatch.setattr(iterators, "DRAWS_NOTHING", [lambda data_set: isinstance(data_set, Table)])
 
 
 def pulled(calls, count, **loader):
@@ -114,7 +114,7 @@ def test_batches_that_were_passed_over_are_read_at_the_end_and_nothing_is_missed
     follower = RewindIterator(iter(DataLoader(Table(), batch_size=2, num_workers=workers)))
     read = [follower.skip(*record) for record in records]
     assert read == [records[0][-1], *[None] * (calls - 1)], "the first ones are read"
-    assert follower.prove(3) == records[-1][-1]
+    assert iterators.prove(follower.inner, 3) == records[-1][-1]
     assert next(follower).tolist() == next(rank).tolist()
 
 
@@ -125,7 +125,7 @@ def test_a_data_set_that_changed_later_on_is_found_out(known, workers):
     assert follower.skip(*records[0]) == records[0][-1]
     for record in records[1:]:
         follower.skip(*record)
-    assert follower.prove(3) not in (None, records[-1][-1])
+    assert iterators.prove(follower.inner, 3) not in (None, records[-1][-1])
 
 
 def follower_of(log, reads, **more):

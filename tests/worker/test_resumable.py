@@ -13,7 +13,7 @@ from deadpool_plugin.data import resumable
 from deadpool_plugin.errors import Divergence, Unsupported
 from deadpool_plugin.worker import codec
 from deadpool_plugin.worker.iterators import IteratorTable
-from deadpool_plugin.worker.resumable import TAPES_MAX, Tapes
+from deadpool_plugin.worker.resumable import ENDED, TAPES_MAX, Tapes
 
 
 def counted(count: int) -> Dataset[Any]:
@@ -164,10 +164,11 @@ def endless_from(followed, follower):
     """Yield what a script reads next that holds a pass since before it was followed."""
     (tape,) = follower
     while True:
-        try:
-            yield tape.pull()
-        except StopIteration:
-            tape.begin()
+        event = tape.event(begins=False)
+        if event is ENDED:
+            tape.event(begins=True)
+        else:
+            yield event
 
 
 def test_a_source_that_tells_its_state_is_set_to_it_and_not_read(tapes):
@@ -200,7 +201,7 @@ def test_an_unread_source_catches_up_when_the_script_asks_for_an_item(tapes):
     assert source.reads == 0
     it = endless(expected)
     next(it), next(it)
-    assert tape.pull() == next(it) and source.reads == 3 and rank.place == 3
+    assert tape.event(begins=False) == next(it) and source.reads == 3 and rank.place == 3
 
 
 def test_a_source_that_gives_less_than_the_ranks_own_is_found_out(tapes):
@@ -228,7 +229,7 @@ def test_a_stream_without_a_length_is_skipped_and_has_a_truth_value(tapes):
     resumable(DataLoader(Stream(), batch_size=2))
     (tape,) = tapes
     tape.skip(3, [], [[0, True]])
-    assert tape.pull().tolist() == [4, 5]
+    assert tape.event(begins=False).tolist() == [4, 5]
     assert bool(resumable(Stream()))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...errors import WHOLE_STEP, Unsupported, present
-from ...worker import skipping
+from ...worker import iterators
 from ...worker.adapter import Adapter
 from ...worker.functions import Call, CallHandler, CallKind
 from ...worker.saving import Saves
@@ -101,8 +101,8 @@ class MegatronAdapter(Adapter):
         refuse_outside(DistributedDataParallel, "finish_grad_sync", self._is_outside, remedy)
         install_facts(handler)
         saving.install(saves)
-        skipping.WRAPPERS[RerunDataIterator] = ("iterable", "replaying")
-        skipping.DRAWS_NOTHING.append(_reads_by_index)
+        iterators.WRAPPERS[RerunDataIterator] = ("iterable", "replaying")
+        iterators.DRAWS_NOTHING.append(_reads_by_index)
 
     def is_used(self) -> bool:
         return bool(self._optimizers)
