@@ -59,9 +59,7 @@ def start_live(connection: LocalConnection, config: Config, order: local.RunRank
     except GenerationChanged:  # the world it was for is over, and another process will begin the script
         raise SystemExit(context.wait_for_end()) from None
     context.mode = starting = Starting(context, order.rank, config.header_bytes)
-    starting.refuse_wrappers()
-    starting.watch_unknown_loops()
-    starting.watch_files()
+    starting.watch()
     return context
 
 

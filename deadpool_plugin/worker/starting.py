@@ -1,7 +1,8 @@
-"""A live rank during start-up, whose collectives are recorded; the first forward makes it `Live`."""
+"""A rank in start-up, whose collectives are recorded; the first forward makes it `Live`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..errors import WHOLE_STEP, Unsupported
 from ..mirror.arena import SlotPair
 from . import codec
 from .context import Context
-from .file_view import Looks
+from .file_view import Folder, Looks
 from .functions import RUNS_MODEL, Call, CallKind
 from .live import Live
 from .patching import around, when_imported
@@ -68,32 +69,25 @@ class Starting:
             "train the model through deepspeed.initialize, or run this script without the plugin",
         )
 
-    def watch_files(self) -> None:
-        """Note which files the script looks for, from here to the first forward."""
-        self._looks = Looks()
-
-    def watch_unknown_loops(self) -> None:
-        """Tell a script that updates again and again without one call that we know: it need not wait for its end."""
-        steps = 0
+    def watch(self) -> None:
+        """Note which files the script looks for, from here to the first forward, and what would train past us."""
+        # Refused where a script makes one: it would be told at its end only.
+        self._refuse_in(DistributedDataParallel, "__init__", "torch's DistributedDataParallel")
+        when_imported(_FSDP, lambda fsdp: self._refuse_in(fsdp.FullyShardedDataParallel, "__init__", "torch's FSDP"))
+        when_imported(_FSDP, lambda fsdp: self._refuse_in(fsdp, "fully_shard", "torch's FSDP (fully_shard)"))
+        steps = itertools.count(1)
 
         def stepped(*_: Any) -> None:
-            nonlocal steps
-            steps += 1
-            if steps == UNKNOWN_STEPS_MAX:
+            if next(steps) == UNKNOWN_STEPS_MAX:
                 text = (
-                    f"{steps} optimizer steps of rank {self._rank}, and not one training call that deadpool knows: "
-                    f"nothing is protected yet; expected {_KNOWN}; to do: train with one of these, or without "
-                    "deadpool. The script goes on unprotected, and its end is refused with exit code 78"
+                    f"{UNKNOWN_STEPS_MAX} optimizer steps of rank {self._rank}, and not one training call that "
+                    f"deadpool knows: nothing is protected yet; expected {_KNOWN}; to do: train with one of these, or "
+                    "without deadpool. The script goes on unprotected, and its end is refused with exit code 78"
                 )
                 self._context.link.event("Note", text=text)
 
         self._hook = register_optimizer_step_post_hook(stepped)
-
-    def refuse_wrappers(self) -> None:
-        """Refuse torch's own wrappers where a script makes one: it would train past us, and be told at its end."""
-        self._refuse_in(DistributedDataParallel, "__init__", "torch's DistributedDataParallel")
-        when_imported(_FSDP, lambda fsdp: self._refuse_in(fsdp.FullyShardedDataParallel, "__init__", "torch's FSDP"))
-        when_imported(_FSDP, lambda fsdp: self._refuse_in(fsdp, "fully_shard", "torch's FSDP (fully_shard)"))
+        self._looks = Looks()
 
     def _refuse_in(self, owner: Any, name: str, what: str) -> None:
         def refused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,17 +101,21 @@ class Starting:
 
         setattr(owner, name, around(getattr(owner, name), refused))
 
+    def unwatch(self) -> list[Folder]:
+        """End `watch`. Returns: the files that a rehearsal has to know of."""
+        if self._hook is None or self._looks is None:
+            return []
+        self._hook.remove()
+        return self._looks.finish()
+
     @torch.inference_mode(False)  # the script may evaluate first; what is made here is trained
     def _become_live(self) -> None:
         context = self._context
-        if self._hook is not None:
-            self._hook.remove()
         context.adapter.attach()
         if (unknown := versions.check(*context.adapter.package(), torch.__version__)) and self._rank == 0:
             context.link.event("Note", text=unknown)
         layout = Layout(context.adapter.state.shard)
-        looks = self._looks.finish() if self._looks is not None else []
-        recording = codec.encode([context.groups.stop_recording(), layout.digest, looks])
+        recording = codec.encode([context.groups.stop_recording(), layout.digest, self.unwatch()])
         sizes, replicas = (self._header_bytes, layout.payload_bytes), context.adapter.state.replicas()
         context.link.send(local.RankReady(self._rank, *sizes, layout.digest, replicas, recording))
         _, (descriptor,) = context.link.receive(local.ArenaHandOver)

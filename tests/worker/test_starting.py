@@ -22,9 +22,10 @@ def context(monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # so that the original comes back afterwards
     monkeypatch.setattr(fsdp, "fully_shard", fsdp.fully_shard)
     context = fake()
-    context.mode = Starting(context, 0, 4096)
-    context.mode.refuse_wrappers()
-    return context
+    context.mode = starting = Starting(context, 0, 4096)
+    starting.watch()
+    yield context
+    starting.unwatch()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,6 @@ def test_a_loop_that_no_framework_runs_is_told_once_while_it_trains(context):
     weight, notes = torch.nn.Parameter(torch.ones(2)), []
     context.link = fake(event=lambda kind, text: notes.append((kind, text)))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    context.mode.watch_unknown_loops()
     weight.grad = torch.ones(2)
     for _ in range(UNKNOWN_STEPS_MAX - 1):
         optimizer.step()
@@ -60,7 +60,6 @@ def test_a_loop_that_no_framework_runs_is_told_once_while_it_trains(context):
         optimizer.step()
     ((kind, text),) = notes
     assert kind == "Note" and "20 optimizer steps of rank 0, and not one training call" in text
-    context.mode._hook.remove()
 
 
 def test_nothing_of_a_save_before_the_first_forward_is_recorded_nor_what_its_thread_exchanges():
