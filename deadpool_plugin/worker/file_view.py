@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from .patching import PatchSet
@@ -50,8 +50,7 @@ class _Watch:
         self._stat, self._names_in = os.stat, os.listdir
         self._patches = PatchSet()
         self._patches.wrap(self._look, os, "stat", "lstat")
-        self._patches.wrap(self._list, os, "listdir")
-        self._patches.wrap(self._scan, os, "scandir")
+        self._patches.wrap(self._list, os, "listdir", "scandir")
         self._patches.wrap(self._access, os, "access")
         self._patches.wrap_open(self._open)
 
@@ -81,19 +80,15 @@ class _Watch:
             self._missed(path, kwargs)
             raise
 
-    def _list(self, original: Callable[..., Any], path: Any = ".") -> list[Any]:
-        names = self._look(original, path)
-        shows = self._filter(path)
-        return names if shows is None else list(filter(shows, names))
-
-    def _scan(self, original: Callable[..., Any], path: Any = ".") -> Any:
-        entries = self._look(original, path)
-        shows = self._filter(path)
-        return entries if shows is None else _Entries(entries, shows)
-
-    def _filter(self, path: Any) -> Callable[[Any], bool] | None:
+    def _list(self, original: Callable[..., Any], path: Any = ".") -> Any:
+        found = self._look(original, path)
         folder = absolute("." if path is None else path, {}) if self._is_on else None
-        return None if folder is None else self._shows(folder)
+        shows = None if folder is None else self._shows(folder)
+        if shows is None:
+            return found
+        if isinstance(found, list):
+            return list(filter(shows, found))
+        return _Entries(lambda entry: shows(entry.name), found)
 
     def _access(self, original: Callable[..., bool], path: Any, *args: Any, **kwargs: Any) -> bool:
         found = not self._hides(path, kwargs) and original(path, *args, **kwargs)
@@ -107,6 +102,19 @@ class _Watch:
         opened = original(file, mode, *args, **kwargs)
         self._made(file, {})
         return opened
+
+
+class _Entries(filter):  # type: ignore[type-arg]
+    """The entries of `os.scandir` that `shows` accepts."""
+
+    def __init__(self, shows: Callable[[Any], bool], entries: Any) -> None:
+        self.close = entries.close
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Looks(_Watch):
@@ -141,8 +149,8 @@ class Looks(_Watch):
         while self._names > LISTED_MAX // 2:
             self._entries_max //= 2
             listed = list(self._listed.items())
-            kept = {folder: names for folder, names in listed if len(names) <= self._entries_max}
-            self._listed, self._names = kept, sum(map(len, kept.values()))
+            self._listed = {folder: names for folder, names in listed if len(names) <= self._entries_max}
+            self._names = sum(map(len, self._listed.values()))
 
     def finish(self) -> list[Folder]:
         """End with start-up. Returns: what of it a rehearsal has to know. Blocks: for a look at each place again."""
@@ -157,30 +165,19 @@ class Looks(_Watch):
                 folder, name = os.path.split(path)
             if name and not os.path.lexists(path):
                 missing.setdefault(folder, set()).add(name)
-        found = (self._folder(path, missing.get(path, set())) for path in sorted(self._listed.keys() | missing.keys()))
-        return [folder for folder in found if folder is not None]
-
-    def _folder(self, path: str, missing: set[str]) -> Folder | None:
-        try:
-            inode = os.stat(path).st_ino
-            names = self._names_in(path) if path in self._listed else None
-        except OSError:  # gone since, or not to be read
-            return None
-        listed = set(self._listed.get(path, ()))
-        if names is not None and max(len(names), len(listed)) > self._entries_max:
-            names = None
-        if names is None and not missing:
-            return None
-        there = [None, None] if names is None else [_encoded(names), _encoded(listed)]
-        return [os.fsencode(path), str(inode), _encoded(missing), *there]
-
-
-def _encoded(names: Iterable[str]) -> list[bytes]:
-    return [os.fsencode(name) for name in sorted(names)]
-
-
-def _decoded(names: Iterable[bytes] | None) -> set[str] | None:
-    return None if names is None else {os.fsdecode(name) for name in names}
+        folders: list[Folder] = []
+        for path in sorted(self._listed.keys() | missing.keys()):
+            with contextlib.suppress(OSError):  # gone since, or not to be read
+                inode, names, listed = os.stat(path).st_ino, None, self._listed.get(path)
+                if listed is not None:
+                    names = self._names_in(path)
+                    if max(len(names), len(listed)) > self._entries_max:
+                        names = listed = None
+                if names is not None or path in missing:
+                    sets = (missing.get(path, ()), names, listed)
+                    said = [None if names is None else sorted(map(os.fsencode, names)) for names in sets]
+                    folders.append([os.fsencode(path), str(inode), *said])
+        return folders
 
 
 class FileView(_Watch):
@@ -191,10 +188,10 @@ class FileView(_Watch):
         """Files that the rank's listings showed, that its start-up left there, and that were deleted since."""
         self.own: set[str] = set()
         """Files that this process has made itself, as the rank may have done (and removed them again)."""
-        self._folders = {
-            os.fsdecode(path): (int(inode), _decoded(missing) or set(), _decoded(names), _decoded(listed))
-            for path, inode, missing, names, listed in looks
-        }
+        self._folders: dict[str, list[Any]] = {}
+        for path, inode, *said in looks:
+            known = (None if names is None else set(map(os.fsdecode, names)) for names in said)
+            self._folders[os.fsdecode(path)] = [int(inode), *known]
         super().__init__()
         self._patches.wrap(self._make, os, "mkdir", "open")
         self._patches.wrap(self._move, os, "rename", "replace", "link", "symlink")
@@ -211,13 +208,12 @@ class FileView(_Watch):
         return False
 
     def _hides_in(self, folder: str, name: str, *, listing: bool = False) -> bool:
-        inode, missing, names, listed = self._folders.get(folder, (0, set(), None, None))
-        if name not in missing:
-            shown = listed if listing else names
-            if shown is None or name in shown:
-                return False
+        inode, missing, names, listed = self._folders.get(folder, (0, (), None, None))
+        shown = listed if listing else names
+        if name not in missing and (shown is None or name in shown):
+            return False
         try:
-            return self._stat(folder).st_ino == inode
+            return bool(self._stat(folder).st_ino == inode)
         except OSError:
             return False
 
@@ -250,19 +246,3 @@ class FileView(_Watch):
     def _move(self, original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
         original(src, dst, *args, **kwargs)
         self._made(dst, kwargs)
-
-
-class _Entries(Iterator[Any]):
-    """The entries of `os.scandir` whose names `shows` accepts."""
-
-    def __init__(self, entries: Any, shows: Callable[[Any], bool]) -> None:
-        self._shown, self.close = (entry for entry in entries if shows(entry.name)), entries.close
-
-    def __next__(self) -> Any:
-        return next(self._shown)
-
-    def __enter__(self) -> _Entries:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

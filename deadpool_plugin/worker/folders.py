@@ -41,8 +41,7 @@ class Folders:
         """Folders to which this process has saved with all others."""
         self._moved: dict[str, Path] = {}
         """Folders that this process's script names otherwise than the job (absolute), and their names there."""
-        self._patches: PatchSet | None = None
-        """Patches of Python's file functions, once a folder is named otherwise."""
+        self._patches: PatchSet | None = None  # of Python's file functions, once there is one of these
         self._followed: dict[str, tuple[str, int]] = {}
         """Folders that a follower's script names otherwise than the rank did, the rank's name ("": it has changed), and
         at how many saves. After a take-over: those whose names may not stay."""
@@ -58,12 +57,12 @@ class Folders:
         """
         if not dist.is_initialized() or dist.get_world_size(group) < 2:
             return given
-        mine = self.moved(given)
-        said = _gathered((mine, self._doubt(given, mine, given)), group)
+        agreed = self.moved(given)
+        said = self._ask(given, agreed, agreed != given, group)
         # Where every process is a replacement nothing was saved before it; the first one's name is as good as any.
         least = min(doubt for _, doubt in said)
         settled = [name for name, doubt in said if doubt == least]
-        if not least and len({os.path.normpath(name) for name in settled}) > 1:
+        if not least and len(set(map(os.path.normpath, settled))) > 1:
             ranks: dict[str, list[int]] = {}
             for rank, (name, _) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), said, strict=True):
                 ranks.setdefault(name, []).append(rank)
@@ -73,8 +72,7 @@ class Folders:
                 "one folder for all of them",
                 "let rank 0 choose the name (a clock's is not the same everywhere) and broadcast it",
             )
-        agreed = mine
-        if os.path.normpath(mine) != os.path.normpath(settled[0]):
+        if os.path.normpath(agreed) != os.path.normpath(settled[0]):
             agreed = settled[0]
             self._move(given, agreed)
             self.moved(given)  # says so
@@ -90,7 +88,7 @@ class Folders:
         if not dist.is_initialized() or dist.get_world_size() < 2:
             return given
         own = os.path.join(folder, given)
-        said = _gathered((given, self._doubt(own, given, given)), None)
+        said = self._ask(own, given, False, None)
         agreed = min(said, key=lambda one: one[1])[0]
         others = [rank for rank, (name, _) in enumerate(said) if name != agreed]
         if others and dist.get_rank() == others[0]:
@@ -100,15 +98,16 @@ class Folders:
         self._agreed.add(os.path.join(folder, agreed))
         return agreed
 
-    def _doubt(self, path: str, mine: str, given: str) -> int:
-        """Rate what this process says: the lower, the more others go by it.
+    def _ask(self, path: str, name: str, was_agreed: bool, group: Any) -> list[tuple[str, int]]:
+        """Gather the name that each rank of `group` gives for its `path`, and how much it doubts that.
 
-        0: this process was there from the start, or has saved to `path` with all others (as in a redo). 1: `mine` was
-        agreed on for another checkpoint. 2: a later clock may have said it.
+        0: the process was there from the start, or has saved to `path` with all others (as in a redo). 1: the name was
+        agreed on for another checkpoint. 2: a later clock may have said it. Blocks: for all of them.
         """
-        if not self.took_over or path in self._agreed:
-            return 0
-        return 1 if mine != given else 2
+        doubt = 0 if not self.took_over or path in self._agreed else 1 if was_agreed else 2
+        said: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(said, (name, doubt), group)
+        return said
 
     # ---- files of this rank's own
 
@@ -120,7 +119,8 @@ class Folders:
         here, there = _parted(folder, its)
         before, times = self._followed.pop(here, (there, 0))
         self._followed[here] = (there if before == there else "", times + 1)
-        _bound(self._followed)
+        if len(self._followed) > MOVED_MAX:
+            del self._followed[next(iter(self._followed))]
 
     def take_over(self) -> None:
         """Become the rank: the script's files go where the rank's own went.
@@ -147,7 +147,6 @@ class Folders:
         return path
 
     def _why_apart(self, whole: str) -> str:
-        """Say why others may save elsewhere what this replacement saves to `whole`; "" if nothing speaks for it."""
         for here, (there, _) in self._followed.items():
             if here and _lies_in(whole, here):
                 return f"in {here}, where the rank itself had saved to {there or 'other folders'}"
@@ -172,8 +171,14 @@ class Folders:
         if not here or os.path.abspath(own) == os.path.abspath(others):
             return
         self._moved[os.path.abspath(here)] = Path(there)
-        _bound(self._moved)
-        self._patches = self._patches or use_names(self._existing)
+        if len(self._moved) > MOVED_MAX:
+            del self._moved[next(iter(self._moved))]
+        if self._patches is None:
+            self._patches = PatchSet()
+            names = ("stat", "lstat", "listdir", "scandir", "access", "open", "mkdir", "rmdir", "remove", "unlink")
+            self._patches.wrap(self._one, os, *names)
+            self._patches.wrap(self._two, os, "rename", "replace", "link")
+            self._patches.wrap_open(self._open)
 
     def _found(self, path: str) -> tuple[Path, Path] | None:
         """Find the job's name of the folder that `path` lies in, and of `path` itself, if the script has others."""
@@ -183,11 +188,6 @@ class Folders:
                 return there, there / os.path.relpath(whole, here)
         return None
 
-    def _existing(self, path: str) -> str:
-        """Move `path` as `moved`, where the job's folder is there: another host may have one of its own."""
-        found = self._found(path)
-        return str(found[1]) if found and os.path.isdir(found[0]) else path
-
     def _say(self, kind: str, what: str, who: str = "") -> None:
         """Say it once for each kind. `who`: if not this rank."""
         if kind not in self._said:
@@ -195,31 +195,23 @@ class Folders:
             who = who or f"{'the replacement of ' if self.took_over else ''}rank {os.environ['RANK']}"
             self._link.event("Note", text=f"{who} {what}")
 
+    # ---- in the place of Python's file functions. Thread: any
 
-def use_names(name: Callable[[str], str]) -> PatchSet:
-    """Let Python's file functions use the names that `name` gives for the script's absolute ones. Thread: any."""
-
-    def at(path: Any, kwargs: dict[str, Any]) -> Any:
+    def _at(self, path: Any, kwargs: dict[str, Any]) -> Any:
         whole = absolute(path, kwargs)
-        if whole is None or (other := name(whole)) == whole:
+        found = None if whole is None else self._found(whole)
+        if found is None or not os.path.isdir(found[0]):  # another host may have a folder of its own
             return path
-        return os.fsencode(other) if isinstance(path, bytes) else other
+        return os.fsencode(found[1]) if isinstance(path, bytes) else str(found[1])
 
-    def one(original: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-        return original(at(path, kwargs), *args, **kwargs)
+    def _one(self, original: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        return original(self._at(path, kwargs), *args, **kwargs)
 
-    def two(original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(at(src, kwargs), at(dst, kwargs), *args, **kwargs)
+    def _two(self, original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self._at(src, kwargs), self._at(dst, kwargs), *args, **kwargs)
 
-    def opened(original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(at(file, {}), *args, **kwargs)
-
-    patches = PatchSet()
-    names = ("stat", "lstat", "listdir", "scandir", "access", "open", "mkdir", "rmdir", "remove", "unlink")
-    patches.wrap(one, os, *names)
-    patches.wrap(two, os, "rename", "replace", "link")
-    patches.wrap_open(opened)
-    return patches
+    def _open(self, original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self._at(file, {}), *args, **kwargs)
 
 
 def _parted(own: str, others: str) -> tuple[str, str]:
@@ -235,23 +227,10 @@ def _lies_in(path: str, folder: str) -> bool:
     return path == folder or path.startswith(os.path.join(folder, ""))
 
 
-def _bound(folders: dict[str, Any]) -> None:
-    while len(folders) > MOVED_MAX:
-        del folders[next(iter(folders))]
-
-
-def _gathered(mine: tuple[str, int], group: Any) -> list[tuple[str, int]]:
-    """Gather what each rank of `group` says, and how much it doubts that. Blocks: for all of them."""
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group)
-    return said
-
-
 def _is_temporary(folder: str) -> bool:
     """Return whether `tempfile` has made it, for this process alone."""
-    if not _lies_in(folder, os.path.abspath(tempfile.gettempdir())):
-        return False
     try:
-        return stat.S_IMODE(os.stat(folder).st_mode) == stat.S_IRWXU
+        is_private = stat.S_IMODE(os.stat(folder).st_mode) == stat.S_IRWXU
     except OSError:
         return False
+    return is_private and _lies_in(folder, os.path.abspath(tempfile.gettempdir()))
