@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import CheckpointLost, GenerationChanged, Unsupported
-from .functions import Call
+from .functions import CallKind
 from .patching import replace
 from .saving import Flight, FolderSave, SaveCall, Saves, own_flight
 
@@ -40,17 +40,18 @@ class WritingStopped(BaseException):
 def install(saves: Saves) -> None:
     """Wrap both functions wherever they were imported. Once, when torch.distributed is initialised."""
     from torch.distributed.checkpoint import state_dict_saver as saver
+
+    replace({one: saves.wrapped(one, kind) for one, kind in ((saver.save, Save), (saver.async_save, AsyncSave))})
+    saves.on_cancel.append(_forget_plans)
+
+
+def _forget_plans() -> None:
     from torch.distributed.checkpoint.planner import SavePlanner
 
-    def forget_plans() -> None:
-        # A new process has no plan of earlier saves, and whether ranks have one decides what they exchange.
-        for name, value in list(vars(SavePlanner).items()):
-            if name.startswith("_cached_") and isinstance(value, dict):
-                value.clear()
-
-    kinds: dict[Callable[..., Any], type[Save]] = {saver.save: Save, saver.async_save: AsyncSave}
-    replace({one: saves.wrapped(one, kind) for one, kind in kinds.items()})
-    saves.on_cancel.append(forget_plans)
+    # A new process has no plan of earlier saves, and whether ranks have one decides what they exchange.
+    for name, value in vars(SavePlanner).items():
+        if name.startswith("_cached_") and isinstance(value, dict):
+            value.clear()
 
 
 class Save(FolderSave):
@@ -92,9 +93,7 @@ class AsyncSave(Save):
         self.future = SaveFuture(saves)
 
     def __call__(self) -> SaveFuture:
-        overwrites = self.begin_attempt()
-        flight = ThreadFlight(self._saves, self)
-        flight.keep_files = overwrites
+        flight = ThreadFlight(self._saves, self, keep_files=self.begin_attempt())
         self._saves.launch(flight)
         flight.start()
         return self.future
@@ -114,8 +113,8 @@ class ThreadFlight(Flight):
 
     ends_by_itself = True
 
-    def __init__(self, saves: Saves, save: AsyncSave) -> None:
-        super().__init__(saves, save.path)
+    def __init__(self, saves: Saves, save: AsyncSave, *, keep_files: bool = False) -> None:
+        super().__init__(saves, save.path, keep_files=keep_files)
         self._save, self.future = save, save.future
         self._generation, self._prefix = saves.generation, f"__{save.rank}_"
         self._inner: Future[Any] | None = None
@@ -125,7 +124,7 @@ class ThreadFlight(Flight):
         """Let torch stage and start its thread, with this flight around what runs there."""
         from torch.distributed.checkpoint import _async_thread_executor as executor
 
-        self.future.restart()
+        self.future.ended = False
         original = executor.save_wrapper
 
         def save_wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +147,15 @@ class ThreadFlight(Flight):
             raise
         finally:
             executor.save_wrapper = original
-        self.future.follow(self._inner, self)
+        self._inner.add_done_callback(self._stopped)
+
+    def _stopped(self, inner: Future[Any]) -> None:
+        error = inner.exception()
+        is_interrupted = self.cancelled or isinstance(error, (GenerationChanged, WritingStopped))
+        if error is not None and not is_interrupted:  # torch wraps what ended a cancelled one
+            self.future.end(None, error)
+            self._saves.drop(self)
+        self.future.release()
 
     def check(self) -> None:
         if self.cancelled or self._generation != self._saves.generation:
@@ -178,7 +185,7 @@ class ThreadFlight(Flight):
 
 
 class SaveFuture(Future[Any]):
-    """The future that a script gets from `async_save`: stays the same object when the save is cancelled and done again.
+    """The future that a script gets from `async_save`: the same object when the save is cancelled and done again.
 
     On the script's main thread `result`, `exception` and `done` are calls. A time-out is not heeded there. Who waits in
     another way (`concurrent.futures.wait`, a callback) waits until the save has ended in whatever way, and asks then.
@@ -186,39 +193,21 @@ class SaveFuture(Future[Any]):
 
     def __init__(self, saves: Saves) -> None:
         super().__init__()
-        self._saves = saves
-        self.calls_back = True
-        self.restart()
-
-    # ---- for the flight
-
-    def restart(self) -> None:
-        self._ended, self._value = False, None
+        self._saves, self.calls_back, self.ended = saves, True, False
+        self._value: Any = None
         self._failure: BaseException | None = None
 
     def end(self, value: Any, failure: BaseException | None = None) -> None:
-        self._value, self._failure, self._ended = value, failure, True
+        self._value, self._failure, self.ended = value, failure, True
         self._saves.link.wake()
 
-    def follow(self, inner: Future[Any], flight: Flight) -> None:
-        """End as `inner`, torch's own future, does."""
-
-        def stopped(inner: Future[Any]) -> None:
-            error = inner.exception()
-            interrupted = flight.cancelled or isinstance(error, (GenerationChanged, WritingStopped))
-            if error is not None and not interrupted:  # torch wraps what ended a cancelled one
-                self.end(None, error)
-                self._saves.drop(flight)
-            self._release()
-
-        inner.add_done_callback(stopped)
-
     def lose(self, reason: str) -> None:
-        if not self._ended:
+        if not self.ended:
             self.end(None, CheckpointLost(f"the checkpoint was not completed: {reason}", remedy=LOST_REMEDY))
-        self._release()
+        self.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Let those go on that wait in another way."""
         with contextlib.suppress(InvalidStateError):
             self.set_result(None)
 
@@ -230,7 +219,7 @@ class SaveFuture(Future[Any]):
             super().add_done_callback(lambda future: threading.Thread(target=fn, args=(future,)).start())
 
     def done(self) -> bool:
-        return self._ask(lambda: self._ended) is not False  # None: before the first forward nobody is told
+        return self._ask(lambda: self.ended) is not False  # None: before the first forward nobody is told
 
     def result(self, timeout: float | None = None) -> Any:
         failure = self.exception()
@@ -242,25 +231,19 @@ class SaveFuture(Future[Any]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         def answer() -> str | None:
-            self._saves.link.wait_until(lambda: self._ended)
+            self._saves.link.wait_until(lambda: self.ended)
             return None if self._failure is None else str(self._failure)
 
         text = self._ask(answer)
         return None if text is None else self._failure or CheckpointLost(text)
 
     def _ask(self, answer: Callable[[], Any]) -> Any:
-        return answer() if self._saves.foreign() else self._saves.do(Question(answer))
+        if self._saves.foreign():
+            return answer()
+        return self._saves.do(Question("asking for a saved checkpoint", CallKind.SAVE, answer))
 
 
 class Question(SaveCall):
     """A script's question to a SaveFuture."""
 
-    name = "asking for a saved checkpoint"
     gated = False
-    outcome, skipped = Call.outcome, Call.skipped
-
-    def __init__(self, answer: Callable[[], Any]) -> None:
-        self._answer = answer
-
-    def __call__(self) -> Any:
-        return self._answer()

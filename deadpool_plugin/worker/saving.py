@@ -1,4 +1,4 @@
-"""Saving a checkpoint is one call: begun when its step is committed, done again as a whole, skipped by a follower.
+"""Saves as calls: begun when their step is committed, redone as a whole, skipped by a follower.
 
 Rules of this file: collectives inside a save are the save's own and are not logged one by one. What goes on behind
 the script's back after the call returned (a thread or process that writes) is a `Flight`: a swap cancels all flights,
@@ -28,7 +28,6 @@ import torch
 from ..comm.groups import Groups
 from ..core import local
 from ..transport import linux
-from ..transport.linux import await_end, pidfd_open, pidfd_send_signal
 from . import codec
 from .copies import structure
 from .folders import Folders
@@ -41,8 +40,7 @@ MARK = ".metadata"
 """The file that makes a folder of torch's or Megatron-core's a complete checkpoint."""
 LEFT = ("__*_*.distcp", "__*_*.distcp.tmp", "common.pt", f"{MARK}.tmp")
 """The files that writers have written before it. Source: torch 2.13 filesystem.py; megatron-core 0.16.1 strategies/."""
-SAFETENSORS = "safetensors.torch"
-"""Need not be installed, and is not imported here. `save_model` writes by its `save_file`, too."""
+SAFETENSORS = "safetensors.torch"  # need not be installed; its `save_model` writes by its `save_file`, too
 _HELD_S = 1.0
 """A thread that does not stop within this time, in state D, is held by the kernel, in a file system, say."""
 _POLL_S = 0.001
@@ -56,28 +54,22 @@ class SaveCall(Call):
     gated = True
     """It begins to write, so it waits until the step it would save is committed."""
 
-    def outcome(self, value: Any) -> Any:
-        return None
-
     def failed(self, error: BaseException) -> Any:
-        """Tell followers: the script may go on; a redo does it again all the same."""
-        return codec.encode_error(error)
-
-    def skipped(self, outcome: Any) -> Any:
-        return None
+        return codec.encode_error(error)  # the script may go on; a redo does it again all the same
 
 
 class Flight:
-    """One save that goes on after its call returned. `path` and `files`: what it writes; empty if unknown."""
+    """One save that goes on after its call returned. `path` and `files`: what it writes; empty if unknown.
+
+    `ends_by_itself`: nobody need ask for it. `keep_files`: they are not to be removed, as the checkpoint may be
+    complete, or overwrites an older one.
+    """
 
     ends_by_itself = False
-    """Nobody need ask for it."""
 
-    def __init__(self, saves: Saves, path: str, files: Sequence[str] = ()) -> None:
+    def __init__(self, saves: Saves, path: str, files: Sequence[str] = (), *, keep_files: bool = False) -> None:
         self.step, self.path, self.files, self._saves = saves.step, path, list(files), saves
-        self.began = time.monotonic()
-        self.keep_files = False
-        """Its files are not to be removed: the checkpoint may be complete, or overwrites an older one."""
+        self.keep_files, self.began = keep_files, time.monotonic()
         self.cancelled = self.complete = False
 
     def check(self) -> None:
@@ -90,15 +82,18 @@ class Flight:
         """Block, after `stop`, until its writers are gone and nothing in this process will complete it."""
 
     def completed(self) -> None:
-        """Tell that it has ended by itself, and well. Thread: any."""
+        """Note that it has ended by itself, and well. Thread: any."""
         self.complete = True
         if self.path:
             self._saves.written(self.path, self.began, self.step)
         self._saves.drop(self)
 
+    def may_be_removed(self) -> bool:
+        return not (self.keep_files or self.complete or not self.path)
+
     def remove_files(self) -> None:
         """Remove it, after `settle`. Raises: OSError if a file cannot be looked for, or removed."""
-        if self.keep_files or self.complete or not self.path:
+        if not self.may_be_removed():
             return
         for file in self.files:
             Path(file).unlink(missing_ok=True)
@@ -111,18 +106,18 @@ own_flight: ContextVar[Flight | None] = ContextVar("own_flight", default=None)
 
 
 class Saves:
-    """The saves of one process. Thread: `abort` the link's, `drop` any; all else main thread only."""
+    """The saves of one process. Thread: `abort` the link's, `drop` any; all else main thread only.
 
-    def __init__(self, link: AgentLink, groups: Groups, handler: CallHandler) -> None:
-        self.link, self._groups, self._handler = link, groups, handler
+    `do` does a call, or skips it. `step`: whose state the save call under way saves. `on_cancel`: further things to
+    forget when a swap begins, so that survivors are like a new process.
+    """
+
+    def __init__(self, link: AgentLink, groups: Groups, do: CallHandler) -> None:
+        self.link, self._groups, self.do = link, groups, do
+        self._pid, self._inside = os.getpid(), False
+        self.step, self.folders = 0, Folders(link)
         self.flights: list[Flight] = []
-        self._pid = os.getpid()
-        self.step = 0
-        """The step whose state the save call under way saves."""
-        self._inside = False
-        self.folders = Folders(link)
         self.on_cancel: list[Callable[[], None]] = []
-        """Further things to forget when a swap begins, so that survivors are like a new process."""
 
     @property
     def generation(self) -> int:
@@ -131,10 +126,6 @@ class Saves:
     def foreign(self) -> bool:
         """Return whether this is a writer's thread or process: its saves are no calls."""
         return threading.current_thread() is not threading.main_thread() or os.getpid() != self._pid
-
-    def do(self, call: SaveCall) -> Any:
-        """Hand `call` to whoever decides what becomes of it now. The script's main thread only."""
-        return self._handler(call)
 
     def wrapped(
         self,
@@ -169,8 +160,6 @@ class Saves:
             yield
         finally:
             self._inside = False
-
-    # ---- flights
 
     def launch(self, flight: Flight) -> None:
         self.flights.append(flight)
@@ -218,10 +207,8 @@ class Saves:
         removed here cannot have been completed anywhere.
         """
         for flight in flights:
-            if flight.step >= restore_step or flight.keep_files or flight.complete or not flight.path:
-                continue
             folder = Path(flight.path)
-            if (folder / MARK).exists():
+            if flight.step >= restore_step or not flight.may_be_removed() or (folder / MARK).exists():
                 continue
             with contextlib.suppress(OSError):  # another rank is at it, too; without its mark it is no checkpoint
                 for file in (file for pattern in LEFT for file in folder.glob(pattern)):
@@ -252,6 +239,9 @@ class FolderSave(SaveCall):
 
     def write(self) -> Any:
         return self._original(**structure(self._arguments))
+
+    def outcome(self, value: Any) -> None:
+        return None
 
     def begin_attempt(self) -> bool:
         """Agree with all ranks on one folder. Returns: whether an older checkpoint there is overwritten."""
@@ -313,32 +303,30 @@ def save_file(saves: Saves, name: str, original: Callable[..., Any]) -> Callable
 
 
 class FileSave(SaveCall):
-    """A call of `write`, which makes the file at `path`.
+    """A call of `write`, which makes the file at `path`. Its outcome says where that is.
 
     Once it is done, or has failed, it is not done again: what it was given may have changed since, or the script have
     moved the file.
     """
 
     def __init__(self, name: str, saves: Saves, path: str, write: Callable[[Path], Any]) -> None:
-        self.name, self._saves, self._path = name, saves, Path(path)
+        self.name, self._saves, self._path = name, saves, str(Path(path))
         self._write: Callable[[Path], Any] | None = write
 
     def __call__(self) -> None:
-        if self._write is None:
-            return
-        began = time.monotonic()
-        self._path = Path(self._saves.folders.file(str(self._path)))
-        write_beside(self._path, self._write)
-        self._write = None  # the call log would keep what it was given for steps
-        self._saves.written(str(self._path), began, whole=False)
+        if self._write is not None:
+            began = time.monotonic()
+            self._path = self._saves.folders.file(self._path)
+            write_beside(Path(self._path), self._write)
+            self._write = None  # the call log would keep what it was given for steps
+            self._saves.written(self._path, began, whole=False)
 
     def outcome(self, value: Any) -> bytes:
-        """Record where it is."""
         return os.fsencode(self._path)
 
     def skipped(self, outcome: bytes | None) -> None:
         if outcome is not None:  # else it comes before the first forward
-            self._saves.folders.follow(str(self._path), os.fsdecode(outcome))
+            self._saves.folders.follow(self._path, os.fsdecode(outcome))
 
     def failed(self, error: BaseException) -> Any:
         self._write = None
@@ -365,10 +353,9 @@ def write_beside(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def die_with_trainer() -> None:
-    """Let the kernel kill this process, one that multiprocessing has started, when its parent ends; at once if whoever
-    started it has ended already: orphans have another parent."""
+    """Let the kernel kill this process, started by multiprocessing, when its parent ends; at once if it has ended."""
     parent, started_by = os.getppid(), multiprocessing.parent_process()
-    if started_by is not None and not started_by.is_alive():
+    if started_by is not None and not started_by.is_alive():  # an orphan has another parent
         os.kill(os.getpid(), signal.SIGKILL)
     linux.die_with_parent(signal.SIGKILL, parent)
 
@@ -378,12 +365,11 @@ def kill_tree(pid: int) -> None:
 
     Each stands still before its children are listed, so none can be born unseen. A kernel may not list them.
     """
-    watched: list[int] = []
-    pending = [pid]
+    watched, pending = list[int](), [pid]
     while pending:
         one = pending.pop()
         with contextlib.suppress(ProcessLookupError):
-            watched.append(pidfd_open(one))
+            watched.append(linux.pidfd_open(one))
             os.kill(one, signal.SIGSTOP)
             held_at = time.monotonic() + _HELD_S
             # A thread within fork(2) finishes that first.
@@ -391,12 +377,12 @@ def kill_tree(pid: int) -> None:
                 if running == {b"D"} and time.monotonic() > held_at:
                     break
                 time.sleep(_POLL_S)
-            pending += [int(child) for children in _of_threads(one, "children") for child in children.split()]
+            pending += map(int, b" ".join(_of_threads(one, "children")).split())
     for descriptor in watched:
         with contextlib.suppress(ProcessLookupError):
-            pidfd_send_signal(descriptor, signal.SIGKILL)
+            linux.pidfd_send_signal(descriptor, signal.SIGKILL)
     for descriptor in watched:
-        await_end(descriptor)
+        linux.await_end(descriptor)
         os.close(descriptor)
 
 

@@ -324,7 +324,7 @@ def test_the_future_of_a_lost_save_is_done_and_says_why(saves):
     future.lose("cancelled")
     with pytest.warns(RuntimeWarning, match="was not completed: cancelled; to do: before naming it"):
         assert future.done() and future.result() is None and isinstance(future.exception(), CheckpointLost)
-    future.restart()
+    future.ended = False
     assert not future.done()
     future.end("metadata")
     assert future.result() == "metadata" and future.exception() is None
@@ -333,11 +333,12 @@ def test_the_future_of_a_lost_save_is_done_and_says_why(saves):
 def test_what_ended_a_cancelled_save_is_no_failure_of_it(saves):
     """Without collectives torch passes the interruption on wrapped in an error of its own."""
     inner: Future[None] = Future()
-    future, flight = dcp.SaveFuture(saves), saving.Flight(saves, "")
-    future.follow(inner, flight)
-    flight.cancelled = True
+    given = {"state_dict": {}, "checkpoint_id": ""}
+    future = dcp.AsyncSave(saves, lambda state_dict, checkpoint_id: inner, (), given)()
+    saves.abort(1)
     inner.set_exception(RuntimeError("wrapped"))
-    future.lose("cancelled")
+    assert not future.ended
+    saves.cancel()
     assert isinstance(future.exception(), CheckpointLost)
 
 
@@ -447,7 +448,7 @@ def test_in_a_process_that_follows_nobody_waits_for_a_save_or_is_called_back(asy
 
 
 def test_a_rehearsal_is_told_of_no_save_that_it_is_not_done(saves):
-    saves._handler = lambda call: call.skipped(None)  # as before the first forward
+    saves.do = lambda call: call.skipped(None)  # as before the first forward
     assert dcp.SaveFuture(saves).done()
 
 
@@ -456,7 +457,7 @@ def test_killing_a_writer_kills_what_it_has_forked(monkeypatch):
         pytest.skip("this machine lets a process have too few files open")
     pidfd_open = linux.pidfd_open
     high = lambda pid: fcntl.fcntl(pidfd_open(pid), fcntl.F_DUPFD, 1024)  # noqa: E731
-    monkeypatch.setattr(saving, "pidfd_open", high)  # as in a process that has very many files open
+    monkeypatch.setattr(linux, "pidfd_open", high)  # as in a process that has very many files open
     script = "import os,time\nif os.fork()==0: os.fork()\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)"
     writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     pids = [int(present(writer.stdout).readline()) for _ in range(3)]
@@ -572,7 +573,7 @@ def test_safetensors_saves_as_torch_does(tmp_path, saves, monkeypatch):
         early.save({"a": 3}, str(tmp_path / "early"))
         assert (tmp_path / "early").read_text() == "{'a': 3} None"
         assert [message.path for message in saves.link.sent] == [str(tmp_path / "late"), str(tmp_path / "early")]
-        saves._handler = lambda call: call.skipped(None)
+        saves.do = lambda call: call.skipped(None)
         early.save({"a": 4}, str(tmp_path / "early"))
         assert (tmp_path / "early").read_text() == "{'a': 3} None"
     finally:
