@@ -14,6 +14,7 @@ The last line is one JSON object; exit code 0 only if every round was bit-exact 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import collections
 import contextlib
 import json
@@ -152,23 +153,27 @@ class Attack:
     def _absurd(self) -> int:
         return self._draw.choice([-1, -(1 << 62), (1 << 62) + 1, -2])
 
+    def _shake(self, sock: socket.socket, purpose: str, identity: int) -> None:
+        sock.setblocking(False)
+        asyncio.run(shake_hands(sock, self._secret, purpose, identity, dialling=True, timeout_s=SHAKE_S))
+        sock.settimeout(SHAKE_S)
+
     def _bulk(self) -> None:
         with self._dial() as sock:
-            shake_hands(sock, self._secret, wire.PURPOSE, 1, dialling=True, timeout_s=SHAKE_S)
+            self._shake(sock, wire.PURPOSE, 1)
             n, m = self._absurd(), self._absurd()
             stream = wire.BulkStream(sock, SHAKE_S)
+            junk = self._draw.randbytes(99)
             stream.send(self._draw.choice([
-                wire.Push(0, 1, 0, (0,), n, 0, "", True, m), wire.Push(n, 1, 0, (m,), 1, 0, "", True, 1),
-                wire.PushRecording(0, n), wire.GetRecording(n), wire.GetHistory(0, n, m), wire.GetHeader(n, m),
-                wire.GetPayload(0, n, "", m),
+                wire.Push(0, 1, 0, (0,), n, b"", True), wire.Push(n, 1, 0, (m,), 1, b"", True),
+                wire.Push(0, 1, 0, (0,), 1, junk, True), wire.PushRecording(0, n, b""), wire.GetRecording(n),
+                wire.GetHistory(0, n, m), wire.GetHeader(n, m), wire.GetPayload(0, n, "", m),
             ]))  # fmt: skip
             sock.recv(1)
 
     def _question(self) -> None:
         with self._dial() as sock:
-            shake_hands(
-                sock, self._secret, join_protocol.PURPOSE, join_protocol.GUEST, dialling=True, timeout_s=SHAKE_S
-            )
+            self._shake(sock, join_protocol.PURPOSE, join_protocol.GUEST)
             n, address = self._absurd(), ("127.0.0.1", self._absurd())
             hello = Hello(n, "nobody", address, address, n, {}, "")
             body = msgspec.msgpack.encode(

@@ -49,8 +49,7 @@ class BulkTransfers:
         loop = asyncio.get_running_loop()
         self._server = BulkServer(
             self._store, self._credentials, *self._bind,
-            lambda *mirrored: soon(loop, on_mirrored, *mirrored), self._node, self._silent_after_s,
-            lambda error: soon(loop, on_refused, error),
+            lambda *mirrored: soon(loop, on_mirrored, *mirrored), self._node, self._silent_after_s, on_refused,
         )  # fmt: skip
         return self._server.address[1]
 
@@ -91,6 +90,6 @@ class BulkTransfers:
     async def close(self) -> None:
         """End the server and every connection; threads that do not end are left behind."""
         if self._server is not None:
-            await self._in_thread(self._server.close)
+            await self._server.close()
         await self.forget(tuple(self._peers))
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -238,12 +238,15 @@ class SlotPair:
         del self._map
 
 
-def decode_header(encoded: bytes) -> SnapshotHeader:
-    """Decode a header that has travelled. Raises: TransportError if it is none."""
+def decode_header(encoded: bytes, rank: Rank, step: Step) -> SnapshotHeader:
+    """Decode a header that has travelled. Raises: TransportError if it is none, or another snapshot's."""
     try:
-        return _decode(encoded)
+        header = _decode(encoded)
     except msgspec.MsgspecError as error:
         raise TransportError(f"cannot read a snapshot header of {len(encoded)} bytes: {error}") from error
+    if (header.rank, header.step) != (rank, step):
+        raise TransportError(f"the header of rank {header.rank}, step {header.step}", f"rank {rank}, step {step}")
+    return header
 
 
 def free(*pairs: SlotPair | None) -> None:

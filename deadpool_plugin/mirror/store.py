@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from os import uname
 from typing import NamedTuple
 
-import msgspec
 import xxhash
 
 from ..core.types import Digest, Generation, Holding, Rank, Step
 from ..errors import DeadpoolError, StaleGeneration, TransportError
-from .arena import SlotPair, SnapshotHeader, decode_header, free
+from .arena import SlotPair, SnapshotHeader, free
 from .memory import SlotMaker, goes_on
 from .records import CallRecords, NotHeld
 
@@ -402,17 +401,13 @@ class SnapshotStore:
         holding: Holding,
         records: list[bytes],
         sums: tuple[Digest, ...] = (),
-    ) -> Holding:
-        """Seals the slot with the encoded header, lists the holding, and appends call records that end at its step.
+    ) -> None:
+        """Seals the slot with the holding's encoded header, and appends call records that end at its step.
 
         Args: sums: checksums of the payload's frames as it arrived, empty where only the header is held.
-        Returns: the holding, with what the header says of the rank's collectives.
-        Raises: StaleGeneration; TransportError if the header is another snapshot's, or the rank was released.
+        Raises: StaleGeneration; TransportError if the rank was released.
         """
-        header, rank, step = decode_header(encoded), holding.rank, holding.step
-        if (header.rank, header.step) != (rank, step):
-            raise TransportError(f"the header of rank {header.rank}, step {header.step}", f"rank {rank}, step {step}")
-        holding = msgspec.structs.replace(holding, paired=header.paired)
+        rank, step = holding.rank, holding.step
         with self._lock:
             self.check_generation(generation)
             if self._mirrored.get(rank) is not pair:
@@ -421,7 +416,6 @@ class SnapshotStore:
             self._hold(holding)
             pair.sums[step % 2] = (xxhash.xxh3_64_intdigest(encoded), sums)
             self.records.append(rank, step, *records)
-        return holding
 
     def already_mirrored(self, rank: Rank, step: Step, digest: int, payload: bool) -> Holding | None:
         """Return the holding, if just this snapshot (by its header's digest) is mirrored here already."""

@@ -1,4 +1,4 @@
-"""The bulk connection: messages and blobs, each after its checksum, and payloads, before theirs.
+"""The bulk connection: messages, each after its checksum, and payloads, before theirs.
 
 Rules of this file: blocking sockets with kernel time-outs (so that MSG_WAITALL receives straight into the arena). Both
 ends know how long a payload is, and nothing stands between its bytes: its checksums follow in Sealed (measured: with a
@@ -28,9 +28,8 @@ from ..transport.sockets import remote_name, tune
 FRAME_BYTES = 4 << 20
 Sums = tuple[Digest, ...]
 """xxh3 of every frame of a payload, in order; none where only the header is held."""
-MESSAGE_BYTES_MAX = 16 << 20
-BLOB_BYTES_MAX = 1 << 30
-RECORDS_BYTES_MAX = BLOB_BYTES_MAX // 2
+MESSAGE_BYTES_MAX = 1 << 30
+RECORDS_BYTES_MAX = MESSAGE_BYTES_MAX // 2
 PURPOSE = "bulk"
 _PREFIX = struct.Struct("!4sIQ")  # magic, length of the message, its xxh3
 _MAGIC = b"DPms"
@@ -40,7 +39,7 @@ SLOWEST_BYTES_PER_S = 1 << 16
 _SUSPECT = "they are not used; if it happens again, suspect the network card or memory of either host"
 _NICE = 10
 T = TypeVar("T")
-Size = Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=MESSAGE_BYTES_MAX)]
 
 
 class BulkMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -48,32 +47,31 @@ class BulkMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Push(BulkMessage, frozen=True):
-    """Followed, if the answer is Ready, by records and header as blobs, the payload, and Sealed (or Abandoned)."""
+    """Followed, if the answer is Ready, by Records, the payload, and Sealed (or Abandoned). `header`: encoded."""
 
     rank: Rank
     step: Step
     generation: Generation
     replicas: tuple[Rank, ...]
     header_bytes: Size
-    header_digest: Digest
-    layout_hash: str
+    header: bytes
     with_payload: bool
-    payload_bytes: Count
 
 
 class PushRecording(BulkMessage, frozen=True):
-    """Followed by a blob."""
-
     rank: Rank
     generation: Generation
+    recording: bytes
 
 
 class GetRecording(BulkMessage, frozen=True):
+    """Answered by a Blob."""
+
     rank: Rank
 
 
 class GetHistory(BulkMessage, frozen=True):
-    """Answered by the records of first..last."""
+    """Answered by the Records of first..last."""
 
     rank: Rank
     first: Step
@@ -81,6 +79,8 @@ class GetHistory(BulkMessage, frozen=True):
 
 
 class GetHeader(BulkMessage, frozen=True):
+    """Answered by a Blob."""
+
     rank: Rank
     step: Step
 
@@ -131,13 +131,19 @@ class Abandoned(BulkMessage, frozen=True):
 
 
 class Blob(BulkMessage, frozen=True):
-    """Announcement of so many bytes, with their xxh3."""
+    """What was asked for."""
 
-    size: Size
-    digest: Digest
+    content: bytes
 
 
-AnyReply = Ready | Wait | Done | Refusal | Sealed | Abandoned
+class Records(BulkMessage, frozen=True):
+    """Call records. `more`: others follow."""
+
+    records: list[bytes]
+    more: bool
+
+
+AnyReply = Ready | Wait | Done | Refusal | Sealed | Abandoned | Blob | Records
 
 
 class RefusedByPeer(TransportError):
@@ -209,17 +215,11 @@ class BulkStream:
         except OSError as error:
             raise ConnectionClosed(f"the bulk connection with {self.address} broke: {error}") from error
 
-    def _recv_checked(self, length: int, digest: int) -> bytes:
-        body = bytearray(length)
-        self._recv_exact(memoryview(body))
-        if xxhash.xxh3_64_intdigest(body) != digest:
-            raise CorruptFrame(f"{length} bytes from {self.address} fail their checksum", remedy=_SUSPECT)
-        return bytes(body)
-
     def send(self, message: BulkMessage, *, more: bool = False) -> None:
         body = msgspec.msgpack.encode(message)
         prefix = _PREFIX.pack(_MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
-        self._send_exact(memoryview(prefix + body), more=more)
+        self._send_exact(memoryview(prefix), more=True)
+        self._send_exact(memoryview(body), more=more)
 
     def recv(self, kind: type[T] | Any, *, idle: bool = False) -> T:
         """Receive a message; `idle` waits for it as long as the connection lives."""
@@ -230,14 +230,15 @@ class BulkStream:
             raise CorruptFrame(f"{magic!r} from {self.address}", f"{_MAGIC!r}")
         if length > MESSAGE_BYTES_MAX:
             raise CorruptFrame(f"a message of {length} bytes from {self.address}", f"at most {MESSAGE_BYTES_MAX}")
-        message: T = self._decoded(self._recv_checked(length, digest), kind)
-        return message
-
-    def _decoded(self, body: bytes, kind: Any) -> Any:
+        body = bytearray(length)
+        self._recv_exact(memoryview(body))
+        if xxhash.xxh3_64_intdigest(body) != digest:
+            raise CorruptFrame(f"{length} bytes from {self.address} fail their checksum", remedy=_SUSPECT)
         try:
-            return msgspec.msgpack.decode(body, type=kind)
+            message: T = msgspec.msgpack.decode(body, type=kind)
         except msgspec.MsgspecError as error:
             raise CorruptFrame(f"{self.address}: {why_unreadable(error, body, kind)}") from error
+        return message
 
     def expect(self, *kinds: type[T]) -> T:
         """Receive a reply, which must be of one of these kinds. Blocks: as long as the other end says Wait in time.
@@ -254,30 +255,19 @@ class BulkStream:
             raise CorruptFrame(f"{type(reply).__name__} from {self.address}", " or ".join(k.__name__ for k in kinds))
         return reply
 
-    def send_blob(self, blob: bytes, *, more: bool = False) -> None:
-        self.send(Blob(len(blob), xxhash.xxh3_64_intdigest(blob)), more=more or len(blob) > 0)
-        self._send_exact(memoryview(blob), more=more)
-
-    def recv_blob(self) -> bytes:
-        """Raises: CorruptFrame."""
-        blob: Blob = self.recv(Blob)
-        return self._recv_checked(blob.size, blob.digest)
-
-    def send_records(self, records: Sequence[bytes], *, more: bool = False) -> None:
-        """Send call records in as many blobs as they need, each with whether another one follows."""
+    def send_records(self, records: Sequence[bytes]) -> None:
+        """Send call records in as many messages as they need."""
         while len(records) > (fitting := how_many_fit(records)):
-            self.send_blob(msgspec.msgpack.encode((True, records[:fitting])), more=True)
+            self.send(Records([*records[:fitting]], True), more=True)
             records = records[fitting:]
-        self.send_blob(msgspec.msgpack.encode((False, records)), more=more)
+        self.send(Records([*records], False))
 
     def recv_records(self) -> list[bytes]:
-        """Receive what the other end sends by `send_records`. Raises: CorruptFrame."""
+        """Receive what the other end sends by `send_records`. Raises: as `expect`."""
         records: list[bytes] = []
-        more = True
-        while more:
-            more, part = self._decoded(self.recv_blob(), tuple[bool, list[bytes]])
-            records += part
-        return records
+        while (part := self.expect(Records)).more:
+            records += part.records
+        return [*records, *part.records]
 
     def send_payload(self, view: memoryview, check: Callable[[Sums], None]) -> None:
         """Send a payload, and Sealed; or Abandoned, if `check` of its checksums raises once all is sent.
@@ -331,7 +321,7 @@ def frame_sums(payload: memoryview) -> Sums:
 
 
 def how_many_fit(records: Sequence[bytes]) -> int:
-    """Count the call records that go into one blob, the first of them in any case."""
+    """Count the call records that go into one message, the first of them in any case."""
     return max(1, sum(size <= RECORDS_BYTES_MAX for size in accumulate(map(len, records))))
 
 

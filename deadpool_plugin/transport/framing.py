@@ -1,4 +1,4 @@
-"""Length-prefixed frames on a byte stream, and single messages in them before a connection is a link.
+"""Length-prefixed frames on a byte stream: single ones, connections of them, and channels over many connections.
 
 Rules of this file: a frame is a 4-byte big-endian length and that many bytes; which messages exist is not known here.
 A length beyond the limit ends the stream (`CorruptFrame`), because there is no way to find the next frame.
@@ -11,28 +11,34 @@ import contextlib
 import re
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from ..errors import CorruptFrame, TransportError
 from .sockets import remote_name
+from .tasks import loop_time
 
+T = TypeVar("T")
 LENGTH = struct.Struct("!I")
 CONTROL_FRAME_BYTES_MAX = 16 << 20
 CONTROL_BACKLOG_BYTES_MAX = 64 << 20
+ACKNOWLEDGE_EVERY = 64
+"""Messages received before an acknowledgement of its own is sent; else it goes along with the next message."""
+_NUMBERS = struct.Struct("!QQ")  # this message's number, 0 for none; the number of the newest one received
 
 
-def why_unreadable(error: msgspec.MsgspecError, body: bytes, kinds: Any) -> str:
+def why_unreadable(error: msgspec.MsgspecError, body: bytes | bytearray, kinds: Any) -> str:
     """Describe a wrong message, by its own name and its field's; `kinds`: the struct or union it should be."""
-    place = re.search(r"`\$\[(\d+)\]", str(error))
     with contextlib.suppress(msgspec.MsgspecError, IndexError, KeyError, TypeError):
-        for kind in get_args(kinds) or (kinds,):
-            tag = kind.__struct_config__.tag
-            if place is not None and tag in (None, msgspec.msgpack.decode(body)[0]):
-                field = kind.__struct_fields__[int(place[1]) - (tag is not None)]
-                return f"{kind.__name__}.{field} cannot be read: {error}"
+        if (place := re.search(r"`\$\[(\d+)\]", str(error))) is not None:
+            for kind in get_args(kinds) or (kinds,):
+                tag = kind.__struct_config__.tag
+                if tag in (None, msgspec.msgpack.decode(body)[0]):
+                    field = kind.__struct_fields__[int(place[1]) - (tag is not None)]
+                    return f"{kind.__name__}.{field} cannot be read: {error}"
     return f"a message of {len(body)} bytes cannot be read: {error}"
 
 
@@ -87,8 +93,8 @@ class FrameBuffer:
             del self._pending[:start]
 
 
-async def recv_exact_async(sock: socket.socket, size: int) -> bytes:
-    """Raises: EOFError at the end of the connection; OSError"""
+async def recv_exact(sock: socket.socket, size: int) -> bytes:
+    """Raises: EOFError at the end of the connection; OSError."""
     loop = asyncio.get_running_loop()
     data = b""
     while len(data) < size:
@@ -99,34 +105,29 @@ async def recv_exact_async(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-async def put_frame(sock: socket.socket, body: bytes) -> None:
-    """Raises: OSError; TransportError if it is too long."""
-    await asyncio.get_running_loop().sock_sendall(sock, pack_frame(body, CONTROL_FRAME_BYTES_MAX))
-
-
-async def take_frame(sock: socket.socket) -> bytes:
-    """Reads one frame to its last byte and no further: what follows may be a link's.
-
-    Raises: EOFError at the end of the connection; OSError; CorruptFrame.
-    """
-    length = checked_length(await recv_exact_async(sock, LENGTH.size), CONTROL_FRAME_BYTES_MAX)
-    return await recv_exact_async(sock, length)
-
-
-async def put(sock: socket.socket, message: msgspec.Struct) -> None:
+async def put(sock: socket.socket, message: object) -> None:
     """Raises: OSError; TransportError if it is too long."""
     await put_frame(sock, msgspec.msgpack.encode(message))
 
 
-async def take(sock: socket.socket, kinds: Any) -> Any:
-    """Read one message. Raises: as `take_frame`; CorruptFrame if it is none of `kinds`."""
-    body = await take_frame(sock)
+async def put_frame(sock: socket.socket, body: bytes) -> None:
+    await asyncio.get_running_loop().sock_sendall(sock, pack_frame(body, CONTROL_FRAME_BYTES_MAX))
+
+
+async def take(sock: socket.socket, kinds: type[T] | Any) -> T:
+    """Reads one message to its last byte and no further: what follows may be a link's.
+
+    Raises: EOFError at the end of the connection; OSError; CorruptFrame if it is too long, or none of `kinds`.
+    """
+    length = checked_length(await recv_exact(sock, LENGTH.size), CONTROL_FRAME_BYTES_MAX)
+    body = await recv_exact(sock, length)
     try:
-        return msgspec.msgpack.decode(body, type=kinds)
+        message: T = msgspec.msgpack.decode(body, type=kinds)
     except msgspec.MsgspecError as error:
         raise CorruptFrame(
             f"{remote_name(sock)}: {why_unreadable(error, body, kinds)}", remedy="use one version on all hosts"
         ) from error
+    return message
 
 
 class FrameProtocol(asyncio.Protocol):
@@ -214,3 +215,73 @@ class FrameProtocol(asyncio.Protocol):
         self.aborted = True
         if self._transport is not None:
             self._transport.abort()
+
+
+class ReliableChannel:
+    """One node's end of messages that arrive in order and once, over one connection after another.
+
+    A connection may end although both its ends live: something between them forgets it, or a kernel gives up too early.
+    So messages are numbered, and kept until the other end has said that it has them. A new connection begins with all
+    that is kept. `connection`: the one in use, None while there is none. Thread: the event loop's only.
+    """
+
+    def __init__(self) -> None:
+        self.connection: FrameProtocol | None = None
+        self._up = asyncio.Event()
+        self._since = 0.0
+        self._sent = self._received = self._unacknowledged = 0
+        self._kept: deque[bytes] = deque()
+
+    @property
+    def age_s(self) -> float:
+        """How long `connection` has been in use, or missing."""
+        return loop_time() - self._since
+
+    async def is_up_within(self, limit_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._up.wait()
+        return self._up.is_set()
+
+    def use(self, connection: FrameProtocol | None, why: str = "") -> None:
+        """Ends the connection in use, if it has not ended, and goes on over `connection`; None: waits for the next."""
+        before, self.connection = self.connection, connection
+        self._since = loop_time()
+        if before is not None:
+            before.abort(why)
+        if connection is None:
+            self._up.clear()
+            return
+        self._up.set()
+        self._put(0, b"")
+        for number, body in enumerate(self._kept, self._sent - len(self._kept) + 1):
+            self._put(number, body)
+
+    def send(self, body: bytes) -> None:
+        """Raises: TransportError if it is too long."""
+        check_size(_NUMBERS.size + len(body), CONTROL_FRAME_BYTES_MAX)
+        self._sent += 1
+        self._kept.append(body)
+        self._put(self._sent, body)
+
+    def _put(self, number: int, body: bytes) -> None:
+        if self.connection is not None and self.connection.send(_NUMBERS.pack(number, self._received) + body):
+            self._unacknowledged = 0
+
+    def receive(self, frame: bytes) -> bytes | None:
+        """Return the message in a frame of `connection`, None if it is no new one. Raises: CorruptFrame."""
+        if len(frame) < _NUMBERS.size:
+            raise CorruptFrame(f"a frame of {len(frame)} bytes", f"at least {_NUMBERS.size}")
+        number, known = _NUMBERS.unpack_from(frame)
+        if known > self._sent or number > self._received + 1:
+            found = f"message {number}, and that {known} of ours were heard"
+            raise CorruptFrame(found, f"at most {self._received + 1} and {self._sent}")
+        while self._sent - len(self._kept) < known:
+            self._kept.popleft()
+        if number <= self._received:
+            return None
+        self._received = number
+        self._unacknowledged += 1
+        if self._unacknowledged >= ACKNOWLEDGE_EVERY:
+            self._put(0, b"")
+        return frame[_NUMBERS.size :]

@@ -17,15 +17,13 @@ import os
 import resource
 import socket
 import struct
-import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import PeerRefused
-from .framing import ConnectionClosed, recv_exact_async
-from .sockets import remote_name
+from ..errors import PeerRefused, TransportError
+from .framing import ConnectionClosed, recv_exact
+from .sockets import Address, bound_address, closed_on_error, connected, remote_name, tune
 from .tasks import Tasks
 
 _GREETING = struct.Struct("!8s32sI16s")  # magic with the protocol's version, nonce, identity, job
@@ -50,104 +48,7 @@ class Credentials:
     job: str = ""
 
     def of(self, job: str) -> Credentials:
-        """Return the same secret for `job`."""
         return Credentials(self.secret, job)
-
-
-class Unproven:
-    """The connections of one listener whose other end has proved nothing yet. Thread: any.
-
-    Anybody who reaches the port can open them, and leave them open. So there are at most `limit`: when one more comes,
-    the one that has waited longest is ended. An honest peer that is ended so tries again.
-
-    Args: what: the kind of connections, for people.
-    """
-
-    def __init__(self, what: str, limit: int = 0) -> None:
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 63)  # -1: as many as it likes
-        self.limit = limit or max(UNPROVEN_MIN, min(UNPROVEN_MAX, files // UNPROVEN_SHARE))
-        self._what = what
-        self._waiting: dict[socket.socket, None] = {}
-        self._open = 0
-        self._changed = threading.Condition()
-        self._complained: set[int | None] = set()
-
-    @contextlib.contextmanager
-    def held(self, sock: socket.socket) -> Iterator[None]:
-        """Counts `sock` as long as it has proved nothing."""
-        self.enter(sock)
-        try:
-            yield
-        finally:
-            self.leave(sock)
-
-    def enter(self, sock: socket.socket) -> None:
-        with self._changed:
-            if len(self._waiting) >= self.limit:
-                self._end_oldest()
-            self._waiting[sock] = None
-            self._open += 1
-
-    def leave(self, sock: socket.socket) -> None:
-        with self._changed:
-            self._waiting.pop(sock, None)
-            self._open -= 1
-            self._changed.notify_all()
-
-    def await_room(self, timeout_s: float) -> bool:
-        """Wait until fewer than `limit` are left, for a listener with a thread for each. Returns: whether they are."""
-        with self._changed:
-            if len(self._waiting) >= self.limit:
-                self._end_oldest()
-            return self._changed.wait_for(lambda: self._open < self.limit, timeout_s)
-
-    async def serve(
-        self, listener: socket.socket, handle: Callable[[socket.socket], Coroutine[Any, Any, None]], tasks: Tasks
-    ) -> None:
-        """Starts `handle` for every connection that comes to `listener`, for ever."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:  # too many open files, or the peer gave up: neither ends the listener
-                self.cannot_accept(error)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            tasks.start(handle(sock))
-            await asyncio.sleep(0)  # accepting one that waits already does not let others run
-
-    def cannot_accept(self, error: OSError) -> None:
-        """Say that `accept` has failed, once for each reason, and free what the oldest holds."""
-        if error.errno not in self._complained:
-            self._complained.add(error.errno)
-            _log.warning("cannot accept a %s connection: %s; it is tried again and not said again", self._what, error)
-        with self._changed:
-            self._end_oldest()
-
-    def _end_oldest(self) -> None:
-        """Shut the oldest one down; its reader meets the end, and closes it."""
-        oldest = next(iter(self._waiting), None)
-        if oldest is not None:
-            del self._waiting[oldest]
-            with contextlib.suppress(OSError):  # it has ended already
-                oldest.shutdown(socket.SHUT_RDWR)
-
-
-class Refusals:
-    """The peers that a listener has refused, each host told of once. Thread: any; `tell` runs in the caller's."""
-
-    def __init__(self, tell: Callable[[PeerRefused], None]) -> None:
-        self._tell, self._lock = tell, threading.Lock()
-        self.told: dict[str, str] = {}
-        """Host -> what was said of it."""
-
-    def add(self, error: PeerRefused) -> None:
-        host = error.address.rpartition(":")[0]
-        with self._lock:
-            if host in self.told or len(self.told) >= REFUSED_HOSTS_MAX:
-                return
-            self.told[host] = str(error)
-        self._tell(error)
 
 
 class Handshake:
@@ -163,11 +64,10 @@ class Handshake:
         dialler, listener = (self.greeting, self._theirs) if self._dialling else (self._theirs, self.greeting)
         return hmac.digest(self._secret, b"\0".join((role, self._purpose.encode(), dialler + listener)), "sha256")
 
-    def recognise(self, start: bytes) -> bytes:
-        """Return `start`, a peer's first bytes. Raises: PeerRefused if they begin no greeting of this protocol."""
+    def recognise(self, start: bytes) -> None:
+        """Raises: PeerRefused if a peer's first bytes begin no greeting of this protocol."""
         if start != _MAGIC:
             raise self._refusal("it does not speak this protocol or version")
-        return start
 
     def answer(self, theirs: bytes) -> bytes:
         """Make our proof. Raises: PeerRefused as `recognise`."""
@@ -207,7 +107,7 @@ class Handshake:
         return PeerRefused(found, remedy=remedy, address=self._address, job=self._job_of_peer())
 
 
-def shake_hands(
+async def shake_hands(
     sock: socket.socket,
     credentials: Credentials,
     purpose: str,
@@ -218,50 +118,130 @@ def shake_hands(
 ) -> int:
     """Proves secret and job to the other end of a fresh connection and returns its identity (a node id).
 
-    Raises: PeerRefused, with the address; ConnectionClosed if the other end hangs up, stays silent, or is to be tried
-    again because not both have met their job. Blocks: up to `timeout_s` for all of it, however its bytes come.
+    Args: sock: does not block.
+    Raises: PeerRefused, with the address; ConnectionClosed if the other end hangs up, takes longer than `timeout_s` for
+    all of it, or is to be tried again because not both have met their job.
     """
-    shake = Handshake(credentials, purpose, identity, dialling=dialling, address=remote_name(sock))
-    sock.settimeout(timeout_s)
-    deadline = time.monotonic() + timeout_s
-    try:
-        sock.sendall(shake.greeting)
-        start = shake.recognise(_recv_exact(sock, len(_MAGIC), deadline))
-        sock.sendall(shake.answer(start + _recv_exact(sock, _GREETING.size - len(_MAGIC), deadline)))
-        peer = shake.check(_recv_exact(sock, _PROOF_BYTES, deadline))
-    except (OSError, EOFError) as error:
-        raise ConnectionClosed(f"the handshake with {remote_name(sock)} ended early: {error!r}") from error
-    sock.settimeout(None)
-    return peer
-
-
-def _recv_exact(sock: socket.socket, size: int, deadline: float) -> bytes:
-    """Raises: OSError, TimeoutError among them; EOFError."""
-    data = b""
-    while len(data) < size:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("its time is up")
-        sock.settimeout(left_s)
-        piece = sock.recv(size - len(data))
-        if not piece:
-            raise EOFError("the other end closed the connection")
-        data += piece
-    return data
-
-
-async def shake_hands_async(
-    sock: socket.socket, credentials: Credentials, purpose: str, identity: int, *, dialling: bool
-) -> int:
-    """Do `shake_hands` with a non-blocking socket on the running event loop, within HANDSHAKE_TIMEOUT_S."""
     shake = Handshake(credentials, purpose, identity, dialling=dialling, address=remote_name(sock))
     loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await loop.sock_sendall(sock, shake.greeting)
-            start = shake.recognise(await recv_exact_async(sock, len(_MAGIC)))
-            theirs = start + await recv_exact_async(sock, _GREETING.size - len(_MAGIC))
+            start = await recv_exact(sock, len(_MAGIC))
+            shake.recognise(start)
+            theirs = start + await recv_exact(sock, _GREETING.size - len(_MAGIC))
             await loop.sock_sendall(sock, shake.answer(theirs))
-            return shake.check(await recv_exact_async(sock, _PROOF_BYTES))
+            return shake.check(await recv_exact(sock, _PROOF_BYTES))
     except (OSError, EOFError) as error:
         raise ConnectionClosed(f"the handshake with {remote_name(sock)} ended early: {error!r}") from error
+
+
+async def dialled(
+    address: Address,
+    credentials: Credentials,
+    purpose: str,
+    identity: int,
+    silent_after_s: float = HANDSHAKE_TIMEOUT_S,
+) -> tuple[socket.socket, int]:
+    """Connect to `address` and shake hands. Returns: the connection, which does not block; the peer's identity.
+
+    Args: silent_after_s: as for `tune`.
+    Raises: OSError, and as `shake_hands`.
+    """
+    sock = await connected(address)
+    with closed_on_error(sock):
+        tune(sock, silent_after_s)
+        return sock, await shake_hands(sock, credentials, purpose, identity, dialling=True)
+
+
+class Listener:
+    """A TCP listener, whose connections are handled once they have proved secret and job.
+
+    Anybody who reaches the port can open connections, and leave them open. So few may be without a proof at a time:
+    one more ends the oldest. An honest peer that is ended so tries again. Thread: the event loop's only.
+
+    Args:
+        handle: gets each proven connection, its own from then on, and the peer's identity. What it raises of
+            PeerRefused is told, TransportError, OSError and EOFError are logged.
+        on_refused: gets each refused peer, once per host.
+        silent_after_s: as for `tune`.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        purpose: str,
+        credentials: Credentials,
+        identity: int,
+        handle: Callable[[socket.socket, int], Coroutine[Any, Any, None]],
+        on_refused: Callable[[PeerRefused], None],
+        silent_after_s: float = HANDSHAKE_TIMEOUT_S,
+    ) -> None:
+        sock.setblocking(False)
+        self.address: Address = bound_address(sock)
+        self._sock, self._purpose, self._credentials, self._identity = sock, purpose, credentials, identity
+        self._handle, self._on_refused, self._silent_after_s = handle, on_refused, silent_after_s
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 63)  # -1: as many as it likes
+        self._unproven_max = max(UNPROVEN_MIN, min(UNPROVEN_MAX, files // UNPROVEN_SHARE))
+        self._unproven: dict[socket.socket, None] = {}
+        self._complained: set[int | None] = set()
+        self.refused: dict[str, str] = {}
+        """Host -> what was said of it."""
+
+    async def serve(self, tasks: Tasks) -> None:
+        """Accepts connections for ever, each of which is one of `tasks`."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._sock)
+            except OSError as error:  # too many open files, or the peer gave up: neither ends the listener
+                self.cannot_accept(error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            tasks.start(self._welcome(sock))
+            await asyncio.sleep(0)  # accepting one that waits already does not let others run
+
+    async def _welcome(self, sock: socket.socket) -> None:
+        try:
+            with closed_on_error(sock), self.unproven(sock):
+                sock.setblocking(False)
+                tune(sock, self._silent_after_s)
+                peer = await shake_hands(sock, self._credentials, self._purpose, self._identity, dialling=False)
+            await self._handle(sock, peer)
+        except PeerRefused as error:
+            host = error.address.rpartition(":")[0]
+            if host not in self.refused and len(self.refused) < REFUSED_HOSTS_MAX:
+                self.refused[host] = str(error)
+                self._on_refused(error)
+        except (TransportError, OSError, EOFError) as error:  # it hung up, and tries again, or is of another version
+            _log.info("a %s connection ended early: %s", self._purpose, error)
+
+    @contextlib.contextmanager
+    def unproven(self, sock: socket.socket) -> Iterator[None]:
+        """Counts `sock` as one that has proved nothing."""
+        if len(self._unproven) >= self._unproven_max:
+            self._end_oldest()
+        self._unproven[sock] = None
+        try:
+            yield
+        finally:
+            self._unproven.pop(sock, None)
+
+    def cannot_accept(self, error: OSError) -> None:
+        """Say that `accept` has failed, once for each reason, and free what the oldest holds."""
+        if error.errno not in self._complained:
+            self._complained.add(error.errno)
+            what = self._purpose
+            _log.warning("cannot accept a %s connection: %s; it is tried again and not said again", what, error)
+        self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        """Shut the oldest unproven connection down; its reader meets the end, and closes it."""
+        oldest = next(iter(self._unproven), None)
+        if oldest is not None:
+            del self._unproven[oldest]
+            with contextlib.suppress(OSError):  # it has ended already
+                oldest.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()

@@ -18,15 +18,14 @@ import msgspec
 
 from ..core.types import Generation, NodeId
 from ..errors import PeerRefused, TransportError
-from .framing import ConnectionClosed, put, put_frame, take, take_frame
-from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, shake_hands_async
+from .framing import ConnectionClosed, put, take
+from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, dialled
 from .rendezvous import Hello
-from .sockets import Address, Port, closed_on_error, connected, remote_name, tune
+from .sockets import Address, Port, closed_on_error, remote_name
 
 PURPOSE = "control"
 GUEST: NodeId = 0xFFFFFFFF
 """The identity of a guest."""
-_WELCOME, _NOT_WANTED = b"welcome", b"not wanted"
 
 
 class NotWanted(PeerRefused):
@@ -120,31 +119,19 @@ async def dial(
 
     Raises: NotWanted, PeerRefused, ConnectionClosed, OSError.
     """
-    sock = await connected(address)
+    sock, found = await dialled(address, credentials, PURPOSE, node, silent_after_s)
     with closed_on_error(sock):
-        tune(sock, silent_after_s)
-        found, where = await shake_hands_async(sock, credentials, PURPOSE, node, dialling=True), remote_name(sock)
+        where = remote_name(sock)
         if found != peer:
             raise PeerRefused(f"{where} says it is node {found}", f"node {peer}", address=where)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                word = await take_frame(sock)
+                is_wanted: bool = await take(sock, bool)
         except (TimeoutError, EOFError) as error:
             raise ConnectionClosed(f"node {peer} did not let us in: {error!r}") from error
-        if word != _WELCOME:
+        if not is_wanted:
             raise NotWanted(f"node {peer} at {where} wants no link with node {node}", address=where)
     return sock
-
-
-async def greet(sock: socket.socket, node: NodeId, credentials: Credentials, silent_after_s: float) -> NodeId:
-    """Identify the peer that has dialled `node` over `sock`, GUEST included.
-
-    Raises: PeerRefused, ConnectionClosed, OSError.
-    """
-    with closed_on_error(sock):
-        sock.setblocking(False)
-        tune(sock, silent_after_s)
-        return await shake_hands_async(sock, credentials, PURPOSE, node, dialling=False)
 
 
 async def welcome(sock: socket.socket, peer: NodeId) -> None:
@@ -153,13 +140,13 @@ async def welcome(sock: socket.socket, peer: NodeId) -> None:
         with contextlib.suppress(BlockingIOError):  # it waits for our word
             if not sock.recv(1, socket.MSG_PEEK):
                 raise ConnectionClosed(f"node {peer} gave the handshake up")
-        await put_frame(sock, _WELCOME)
+        await put(sock, True)
 
 
 async def turn_away(sock: socket.socket) -> None:
     """Tells the dialler that there is to be no link. Raises: OSError."""
     with sock:
-        await put_frame(sock, _NOT_WANTED)
+        await put(sock, False)
 
 
 async def ask(
@@ -174,32 +161,12 @@ async def ask(
     """
     try:
         async with asyncio.timeout(timeout_s):
-            with await connected(address) as sock:
-                tune(sock, HANDSHAKE_TIMEOUT_S)
-                await shake_hands_async(sock, credentials, PURPOSE, GUEST, dialling=True)
+            sock, _ = await dialled(address, credentials, PURPOSE, GUEST)
+            with sock:
                 await put(sock, question)
-                answer: Answer = await take(sock, Answer)
-                return answer
+                return await take(sock, Answer)
     except (OSError, EOFError) as error:
         raise ConnectionClosed(f"nobody answers at {address[0]}:{address[1]} ({str(error) or 'time-out'})") from error
-
-
-async def announce(
-    node: NodeId, address: Address, hello: Hello, credentials: Credentials, silent_after_s: float
-) -> tuple[socket.socket, Answer]:
-    """Tells member `node` that this host is about to join. Returns: the connection, a link's from the next byte on if
-    the answer is Admitted; the answer.
-
-    Raises: ConnectionClosed, OSError, EOFError if it does not answer; PeerRefused without the secret.
-    """
-    sock = await connected(address)
-    with closed_on_error(sock):
-        tune(sock, silent_after_s)
-        peer = await shake_hands_async(sock, credentials, PURPOSE, GUEST, dialling=True)
-        if peer != node:
-            raise ConnectionClosed(f"node {peer} is where node {node} was")
-        await put(sock, Announce(hello))
-        return sock, await take(sock, Answer)
 
 
 async def serve(
@@ -215,7 +182,7 @@ async def serve(
         while True:
             try:
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                    question = await take(sock, Question)
+                    question: Question = await take(sock, Question)
             except (OSError, EOFError):
                 sock.close()
                 return None

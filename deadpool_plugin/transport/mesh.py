@@ -25,12 +25,11 @@ from ..core.messages import AnyMessage, Goodbye
 from ..core.types import NodeId
 from ..errors import CorruptFrame, PeerRefused, TransportError
 from . import join_protocol
-from .framing import ConnectionClosed, FrameProtocol, put, why_unreadable
-from .handshake import Credentials, Refusals, Unproven
-from .join_protocol import GUEST, Admitted, Answer, NotWanted, OnGuest, announce, nobody_joins
-from .reliable_channel import ReliableChannel
+from .framing import ConnectionClosed, FrameProtocol, ReliableChannel, put, take, why_unreadable
+from .handshake import Credentials, Listener, dialled
+from .join_protocol import GUEST, PURPOSE, Admitted, Announce, Answer, NotWanted, OnGuest, nobody_joins
 from .rendezvous import Hello
-from .sockets import Address, bound_address, closed_on_error, connected, listen_tcp, remote_name
+from .sockets import Address, closed_on_error, connected, listen_tcp, remote_name
 from .tasks import Tasks, begin, loop_time
 
 _RETRY_S = 0.1
@@ -87,6 +86,7 @@ class ControlMesh:
         self._node, self._credentials, self._bind = node, credentials, (bind_host, port_range)
         self._on_message, self._on_lost, self._on_guest = on_message, on_lost, on_guest
         self._on_still_silent, self._silent_after_s = on_still_silent, silent_after_s
+        self._on_refused = on_refused
         self._channels: dict[NodeId, ReliableChannel] = {}
         self._addresses: dict[NodeId, Address] = {}
         self._gone: set[NodeId] = set()
@@ -95,10 +95,9 @@ class ControlMesh:
         self._asking: dict[NodeId, asyncio.Task[None]] = {}  # after those that are lost for their silence
         self._known: set[NodeId] | None = None  # None: anyone with the secret, before `connect` has said who
         self._tasks, self._dials = Tasks(), asyncio.Semaphore(DIALS_MAX)
-        self._unproven, self._refusals = Unproven("control"), Refusals(on_refused)
         self._changed = asyncio.Event()
         self._connecting = self._closing = False
-        self._listener: socket.socket | None = None
+        self._listener: Listener | None = None
 
     @property
     def linked(self) -> frozenset[NodeId]:
@@ -112,23 +111,15 @@ class ControlMesh:
 
     async def listen(self) -> Address:
         """Starts to accept links. Returns: the address to tell the others."""
-        self._listener = listen_tcp(*self._bind)
-        self._listener.setblocking(False)
-        self._tasks.start(self._unproven.serve(self._listener, self._welcome, self._tasks))
-        return bound_address(self._listener)
+        self._listener = Listener(
+            listen_tcp(*self._bind), PURPOSE, self._credentials, self._node, self._let_in, self._on_refused,
+            self._silent_after_s,
+        )  # fmt: skip
+        self._tasks.start(self._listener.serve(self._tasks))
+        return self._listener.address
 
-    async def _welcome(self, sock: socket.socket) -> None:
-        try:
-            await self._let_in(sock)
-        except PeerRefused as error:
-            self._refusals.add(error)
-        except (TransportError, OSError) as error:  # it hung up, or is of another version
-            _log.info("a control connection ended before it was a link: %s", error)
-
-    async def _let_in(self, sock: socket.socket) -> None:
+    async def _let_in(self, sock: socket.socket, peer: NodeId) -> None:
         """Makes a link of a connection that was accepted, dials a node that asks for it, or answers a guest."""
-        with self._unproven.held(sock):
-            peer = await join_protocol.greet(sock, self._node, self._credentials, self._silent_after_s)
         if peer == GUEST:
             return await self._entertain(sock)
         if why := self._objection(peer):
@@ -395,7 +386,12 @@ class ControlMesh:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                sock, answer = await announce(node, address, hello, self._credentials, self._silent_after_s)
+                sock, peer = await dialled(address, self._credentials, PURPOSE, GUEST, self._silent_after_s)
+                with closed_on_error(sock):
+                    if peer != node:
+                        raise ConnectionClosed(f"node {peer} is where node {node} was")
+                    await put(sock, Announce(hello))
+                    answer: Answer = await take(sock, Answer)
         except (OSError, EOFError) as error:
             raise ConnectionClosed(f"node {node} at {address[0]}:{address[1]} does not answer: {error!r}") from error
         if isinstance(answer, Admitted):

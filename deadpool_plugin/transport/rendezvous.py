@@ -21,8 +21,8 @@ import msgspec
 from ..core.types import Count, NodeId, listed
 from ..errors import PeerRefused, TransportError
 from .framing import ConnectionClosed, put, put_frame, take
-from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Refusals, Unproven, shake_hands_async
-from .sockets import Address, address_towards, closed_on_error, connected, listening, remote_name, tune
+from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Listener, dialled
+from .sockets import Address, address_towards, closed_on_error, listening, remote_name
 from .tasks import Tasks, loop_time
 
 PURPOSE = "rendezvous"
@@ -103,17 +103,18 @@ class _Host:
         self._hellos: dict[NodeId, Hello] = {0: hello}
         self._socks: dict[NodeId, socket.socket] = {}
         self._changed = asyncio.Event()
-        self._unproven = Unproven("rendezvous")
-        self._refusals = Refusals(lambda error: _log.warning("%s", error))
+        self._refused: dict[str, str] = {}
         self._superseded = ""
         """The host of a later launch that has come here."""
 
     async def wait(self, timeout_s: float) -> list[Hello]:
         """Wait for all, and hand out the table. Raises: TransportError, which the nodes that have come are told."""
-        listener = await self._listen()
-        listener.setblocking(False)
-        tasks = Tasks()
-        tasks.start(self._unproven.serve(listener, self._welcome, tasks))
+        listener, tasks = (
+            Listener(await self._listen(), PURPOSE, self._credentials, 0, self._greet, _log.warning),
+            Tasks(),
+        )
+        self._refused = listener.refused
+        tasks.start(listener.serve(tasks))
         try:
             table = await self._table(timeout_s)
             await self._tell_all(_Table(table))
@@ -123,7 +124,8 @@ class _Host:
             raise
         finally:
             await tasks.end()
-            for sock in (listener, *self._socks.values()):
+            listener.close()
+            for sock in self._socks.values():
                 sock.close()
 
     async def _table(self, timeout_s: float) -> list[Hello]:
@@ -134,7 +136,7 @@ class _Host:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
-            refused = "".join(f"; {reason}" for reason in self._refusals.told.values())
+            refused = "".join(f"; {reason}" for reason in self._refused.values())
             raise TransportError(
                 f"only {len(self._hellos)} of {self._nodes_total} nodes met at {self._where} in {timeout_s:g} s, "
                 f"missing: node {self._missing()}{refused}",
@@ -175,42 +177,29 @@ class _Host:
         await asyncio.sleep(SAY_AFTER_S)
         _log.warning("still waiting at %s for node %s", self._where, self._missing())
 
-    async def _welcome(self, sock: socket.socket) -> None:
-        try:
-            with closed_on_error(sock):
-                peer = await self._greet(sock)
-        except PeerRefused as error:
-            self._refusals.add(error)
-        except (TransportError, OSError, EOFError):  # it hung up, and tries again
-            pass
-        else:
-            if peer in self._socks:
-                self._socks[peer].close()
-            self._socks[peer] = sock
-            self._changed.set()
-
-    async def _greet(self, sock: socket.socket) -> NodeId:
+    async def _greet(self, sock: socket.socket, peer: NodeId) -> None:
         """Take in the host that has come. Raises: PeerRefused, TransportError, OSError, EOFError."""
         address = remote_name(sock)
-        tune(sock, HANDSHAKE_TIMEOUT_S)
-        with self._unproven.held(sock):
-            peer = await shake_hands_async(sock, self._credentials, PURPOSE, 0, dialling=False)
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-            hello = await take(sock, Hello)
-        await self._compare(sock, hello)
-        if hello.node != peer or not 0 < peer < self._nodes_total:
-            raise PeerRefused(
-                f"refused {address}: it is node {hello.node}", f"1..{self._nodes_total - 1}", address=address
-            )
-        if self._hellos.setdefault(peer, hello) != hello:
-            other = self._hellos[peer].host
-            raise PeerRefused(
-                f"refused {address}: node {peer} is here already, from {other}",
-                remedy="give every host its own --node_rank; if processes of an earlier start still wait on "
-                f"{other}, end them or choose another --master_port",
-                address=address,
-            )
-        return peer
+        with closed_on_error(sock):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                hello: Hello = await take(sock, Hello)
+            await self._compare(sock, hello)
+            if hello.node != peer or not 0 < peer < self._nodes_total:
+                raise PeerRefused(
+                    f"refused {address}: it is node {hello.node}", f"1..{self._nodes_total - 1}", address=address
+                )
+            if self._hellos.setdefault(peer, hello) != hello:
+                other = self._hellos[peer].host
+                raise PeerRefused(
+                    f"refused {address}: node {peer} is here already, from {other}",
+                    remedy="give every host its own --node_rank; if processes of an earlier start still wait on "
+                    f"{other}, end them or choose another --master_port",
+                    address=address,
+                )
+        if peer in self._socks:
+            self._socks[peer].close()
+        self._socks[peer] = sock
+        self._changed.set()
 
     async def _compare(self, sock: socket.socket, hello: Hello) -> None:
         """Let nobody of another launch in: of the two the earlier one ends. Raises: PeerRefused, ConnectionClosed."""
@@ -263,9 +252,7 @@ async def _join(master: Address, hello: Hello, credentials: Credentials) -> list
 
 async def _ask(master: Address, hello: Hello, credentials: Credentials) -> _Table | _Failed:
     """Wait for node 0's answer to `hello`. Raises: TransportError, OSError, EOFError."""
-    with await connected(master) as sock:
-        tune(sock, HANDSHAKE_TIMEOUT_S)
-        await shake_hands_async(sock, credentials, PURPOSE, hello.node, dialling=True)
+    sock, _ = await dialled(master, credentials, PURPOSE, hello.node)
+    with sock:
         await put(sock, hello)
-        answer: _Table | _Failed = await take(sock, AnyAnswer)
-        return answer
+        return await take(sock, AnyAnswer)

@@ -12,8 +12,8 @@ from support import expect
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, Status
 from deadpool_plugin.errors import PeerRefused, TransportError
 from deadpool_plugin.transport import join_protocol
-from deadpool_plugin.transport.framing import recv_exact_async
-from deadpool_plugin.transport.handshake import Credentials, Handshake, shake_hands_async
+from deadpool_plugin.transport.framing import recv_exact
+from deadpool_plugin.transport.handshake import Credentials, Handshake, shake_hands
 from deadpool_plugin.transport.join_protocol import PURPOSE
 from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.sockets import Address, connected, tune
@@ -253,7 +253,7 @@ def test_a_link_that_its_dialler_gives_up_while_others_are_awaited_is_no_lost_no
         first = nodes[0]
         linking = asyncio.create_task(first.transport.connect(table, WAIT_S))
         with await connected(table[0]) as sock:
-            await shake_hands_async(sock, Credentials(b"secret"), PURPOSE, 1, dialling=True)
+            await shake_hands(sock, Credentials(b"secret"), PURPOSE, 1, dialling=True)
             while not first.transport.linked:
                 await asyncio.sleep(0)
         while first.transport.linked:
@@ -275,9 +275,9 @@ def test_a_handshake_that_its_dialler_gave_up_makes_no_link() -> None:
         sock = await connected(table[0])
         shake = Handshake(Credentials(b"secret"), PURPOSE, 1, dialling=True, address="")
         sock.send(shake.greeting)
-        theirs = await recv_exact_async(sock, len(shake.greeting))
+        theirs = await recv_exact(sock, len(shake.greeting))
         proof = shake.answer(theirs)
-        await recv_exact_async(sock, len(proof))
+        await recv_exact(sock, len(proof))
         sock.send(proof)
         sock.close()
         await asyncio.gather(linking, second.transport.connect(table, WAIT_S))

@@ -20,7 +20,7 @@ from deadpool_plugin.core.messages import Goodbye, JoinRequest, Prepare, Status,
 from deadpool_plugin.core.types import Ballot, World
 from deadpool_plugin.errors import AlreadyEnded, ConfigError, NodeTaken, PeerRefused, TransportError
 from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
-from deadpool_plugin.transport.handshake import Credentials, shake_hands_async
+from deadpool_plugin.transport.handshake import Credentials, shake_hands
 from deadpool_plugin.transport.join_protocol import (
     GUEST,
     PURPOSE,
@@ -428,7 +428,7 @@ def test_what_a_guest_of_another_version_says_costs_nobody_anything() -> None:
             unhandled: list[object] = []
             asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
             with await connected(members[0].hello.control) as sock:
-                await shake_hands_async(sock, SECRET, PURPOSE, GUEST, dialling=True)
+                await shake_hands(sock, SECRET, PURPOSE, GUEST, dialling=True)
                 body = msgspec.msgpack.encode(["a question of later days"])
                 await asyncio.get_running_loop().sock_sendall(sock, pack_frame(body, 1 << 20))
                 assert not await asyncio.get_running_loop().sock_recv(sock, 1)

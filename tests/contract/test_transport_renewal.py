@@ -15,9 +15,9 @@ from support import present
 from support.relay import Relay
 
 from deadpool_plugin.core.messages import AnyMessage, Status
+from deadpool_plugin.transport.framing import ACKNOWLEDGE_EVERY
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.mesh import ControlMesh
-from deadpool_plugin.transport.reliable_channel import ACKNOWLEDGE_EVERY
 from deadpool_plugin.transport.sockets import Address
 
 WAIT_S = 20.0
@@ -169,7 +169,7 @@ def test_nobody_listens_where_a_node_has_gone(leaves: int) -> None:
     async def scenario() -> None:
         async with two() as (first, second, _, _):
             goes, stays = (first, second) if leaves == 0 else (second, first)
-            stays.mesh._addresses[leaves] = present(goes.mesh._listener).getsockname()
+            stays.mesh._addresses[leaves] = present(goes.mesh._listener).address
             await goes.mesh.close()
             assert "nobody listens there" in await asyncio.wait_for(stays.lost.get(), WAIT_S)
             assert stays.mesh.linked == set() and goes.lost.empty()
@@ -333,7 +333,7 @@ def test_who_dies_while_its_link_is_made_again_is_lost(leaves: int) -> None:
         async with two() as (first, second, relay, other):
             goes, stays = (first, second) if leaves == 0 else (second, first)
             await reset_and_unanswered(first, second, relay, other)
-            stays.mesh._addresses[leaves] = present(goes.mesh._listener).getsockname()
+            stays.mesh._addresses[leaves] = present(goes.mesh._listener).address
             await goes.mesh.close()
             relay.cut()
             other.cut()

@@ -162,9 +162,10 @@ class Bulk:
         if generation < store.generation:
             raise ConnectionClosed("the fence has cut the transfer")
         pair.payload(step)[:size] = sent.payload
-        holding = Holding(rank, step, push.with_payload, push.replicas)
+        holding = Holding(rank, step, push.with_payload, push.replicas, sent.header.paired)
         records = self._records(rank, step, known, push.records)
-        return store.finish_mirror(pair, sent.encoded, generation, holding, records, sums)
+        store.finish_mirror(pair, sent.encoded, generation, holding, records, sums)
+        return holding
 
     def _records(self, rank: Rank, step: Step, known: Step, records: bytes) -> list[bytes]:
         """As BulkPeer: records that end at `step` and close the other node's gap, as far back as they are held."""

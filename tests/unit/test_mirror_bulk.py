@@ -1,3 +1,4 @@
+import asyncio
 import contextlib
 import os
 import queue
@@ -5,26 +6,28 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
 from support import present
+from support.handshakes import shake
 from support.stores import free
 
 from deadpool_plugin.core import local, messages
 from deadpool_plugin.core.types import Holding
-from deadpool_plugin.errors import PeerRefused, StaleGeneration, TransportError
-from deadpool_plugin.mirror import peer as peer_module, server, wire
+from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
+from deadpool_plugin.mirror import peer as peer_module, wire
 from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader
 from deadpool_plugin.mirror.peer import BulkPeer, SnapshotPush
 from deadpool_plugin.mirror.server import BulkServer
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream, InAnotherGeneration, RefusedByPeer, Sums
-from deadpool_plugin.transport import join_protocol, rendezvous
+from deadpool_plugin.transport import handshake, join_protocol, rendezvous
 from deadpool_plugin.transport.framing import ConnectionClosed
-from deadpool_plugin.transport.handshake import Credentials, shake_hands
+from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.sockets import bound_address, listen_tcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -35,6 +38,7 @@ HEADER = 4096
 PAYLOAD = FRAME_BYTES + 12345
 SECRET = Credentials(b"secret")
 WAIT_S = 20.0
+T = TypeVar("T")
 
 
 class Node:
@@ -46,18 +50,27 @@ class Node:
         self.refused: queue.Queue[PeerRefused] = queue.Queue()
         self.peers: list[BulkPeer] = []
         self.credentials = SECRET.of("")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
         self.serve(port_range)
 
+    def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
+
     def serve(self, port_range: tuple[int, int] | None = None) -> None:
-        self.server = BulkServer(
-            self.store,
-            self.credentials,
-            "127.0.0.1",
-            port_range,
-            lambda *told: self.mirrored.put(told),
-            silent_after_s=WAIT_S,
-            on_refused=self.refused.put,
-        )
+        async def begin() -> BulkServer:
+            return BulkServer(
+                self.store,
+                self.credentials,
+                "127.0.0.1",
+                port_range,
+                lambda *told: self.mirrored.put(told),
+                silent_after_s=WAIT_S,
+                on_refused=self.refused.put,
+            )
+
+        self.server = self.on_loop(begin())
 
     def stage(self, rank: int, step: int, generation: int = 0, payload_rank: int | None = None) -> SlotPair:
         """Content depends on the step and on who computed it; `payload_rank` makes two ranks replicas."""
@@ -80,7 +93,11 @@ class Node:
     def close(self) -> None:
         for peer in self.peers:
             peer.close()
-        self.server.close()
+        self.on_loop(self.server.close())
+        self.on_loop(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_S)
+        self._loop.close()
         free(self.store)
 
 
@@ -91,8 +108,11 @@ def content(rank: int, step: int) -> bytes:
 def push(peer: BulkPeer, rank: int, step: int, generation: int = 0, payload: bool = True) -> tuple[bool, str]:
     replicas = (rank,) if payload else (rank, rank + 1)
     snapshot = SnapshotPush(rank, step, generation, payload, replicas, "layout", b"records %d" % step)
-    error = peer.push(snapshot).exception(WAIT_S)
-    return error is None, str(error or "")
+    try:
+        peer.push(snapshot).result(WAIT_S)
+    except DeadpoolError as error:
+        return False, str(error)
+    return True, ""
 
 
 def fetch(peer: BulkPeer, step: int, into: SlotPair) -> SnapshotHeader:
@@ -243,14 +263,11 @@ def test_a_fence_cuts_a_silent_sender_so_that_the_next_can_write(nodes: list[Nod
     a, b, _ = nodes
     pair = a.stage(0, 3)
     with socket.create_connection(b.server.address) as sock:
-        shake_hands(sock, SECRET, wire.PURPOSE, 0, dialling=True)
+        shake(sock, SECRET, wire.PURPOSE, 0, dialling=True)
         stale = BulkStream(sock, WAIT_S)
-        digest = pair.header_digest(3)
-        assert digest is not None
-        stale.send(wire.Push(0, 3, 0, (0,), HEADER, digest, "layout", True, PAYLOAD))
+        stale.send(wire.Push(0, 3, 0, (0,), HEADER, present(pair.sealed(3)).encoded, True))
         stale.expect(wire.Ready)
         stale.send_records([b""])
-        stale.send_blob(present(pair.sealed(3)).encoded)
         stale._send_exact(memoryview(bytes(FRAME_BYTES)))
         assert b.store.holdings() == ()
         with pytest.raises(TransportError, match="sent nothing"):  # it is waited for, nothing has been refused
@@ -332,14 +349,14 @@ def test_missing_history_goes_along(nodes: list[Node]) -> None:
     assert push(a.peers[0], 0, 4)[0] and b.store.records.history_range(0) == (1, 4)
 
 
-def test_a_history_too_long_for_one_blob_goes_along_in_several(
+def test_a_history_too_long_for_one_message_goes_along_in_several(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b, c = nodes
     for step in range(1, 6):
         a.stage(0, step)
     record = len(b"records 1")
-    monkeypatch.setattr(wire, "BLOB_BYTES_MAX", 40 * record)
+    monkeypatch.setattr(wire, "MESSAGE_BYTES_MAX", 40 * record)
     monkeypatch.setattr(wire, "RECORDS_BYTES_MAX", 2 * record)
     assert push(a.peer(b), 0, 5)[0] and b.store.records.history_range(0) == (1, 5)
     a.stage(0, 6)
@@ -436,14 +453,14 @@ def test_a_snapshot_that_goes_away_while_it_is_sent_is_not_used(
     a, b, _ = nodes
     a.stage(0, 3)
     a.stage(1, 3)
-    peer, original = a.peer(b), BulkStream.send_blob
+    peer, original = a.peer(b), BulkStream.send_records
 
-    def release(self: BulkStream, blob: bytes, *, more: bool = False) -> None:
+    def release(self: BulkStream, records: list[bytes]) -> None:
         a.store.release(0)
-        original(self, blob, more=more)
+        original(self, records)
 
     with monkeypatch.context() as patched:
-        patched.setattr(BulkStream, "send_blob", release)
+        patched.setattr(BulkStream, "send_records", release)
         ok, reason = push(peer, 0, 3)
     assert not ok and "overwritten while it was read" in reason
     streams = set(peer._streams)
@@ -518,7 +535,7 @@ def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
     a.stage(0, 3)
     with listen_tcp("127.0.0.1") as silent:  # accepts by its backlog, never answers
         ok, reason = push(a.peer_at(bound_address(silent), silent_after_s=1.0), 0, 3)
-        assert not ok and "handshake" in reason
+        assert not ok and "no bulk connection" in reason and "TimeoutError" in reason
     ok, reason = push(a.peer_at(("127.0.0.1", free_port())), 0, 3)
     assert not ok and "no bulk connection" in reason
     with pytest.raises(TransportError, match="no bulk connection"):
@@ -528,21 +545,17 @@ def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
     assert push(peer, 0, 3) == (False, f"the connection to {b.server.address} is closed")
 
 
-def test_a_peer_with_a_full_queue_is_closed_and_every_push_is_answered(
-    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_with_a_full_queue_is_closed_and_every_push_is_answered(nodes: list[Node]) -> None:
     """The sender waits in a handshake that nobody answers, and nothing more fits in its queue."""
-    monkeypatch.setattr(peer_module, "_JOIN_S", 0.1)
     with listen_tcp("127.0.0.1") as silent:
         peer = nodes[0].peer_at(bound_address(silent), silent_after_s=3.0)
         pushes = [peer.push_recording(0, 0, b"")]
         with silent.accept()[0]:
-            pushes += [peer.push_recording(0, 0, b"") for _ in range(peer_module.QUEUE_MAX + 1)]
-            assert peer._jobs.full()
+            pushes += [peer.push_recording(0, 0, b"") for _ in range(peer_module.QUEUE_MAX - 1)]
+            with pytest.raises(TransportError, match=f"{peer_module.QUEUE_MAX} transfers to .* wait already"):
+                peer.push_recording(0, 0, b"")
             peer.close()
             assert all(push.exception(WAIT_S) is not None for push in pushes)
-        peer._thread.join(WAIT_S)
-        assert not peer._thread.is_alive()
 
 
 def test_a_server_that_came_back_is_found_again(nodes: list[Node]) -> None:
@@ -552,7 +565,7 @@ def test_a_server_that_came_back_is_found_again(nodes: list[Node]) -> None:
     a.stage(0, 3)
     peer = a.peer(b)
     assert push(peer, 0, 3)[0]
-    b.server.close()
+    b.on_loop(b.server.close())
     b.serve((port, port))
     a.stage(0, 4)
     assert push(peer, 0, 4) == (True, "")
@@ -607,17 +620,17 @@ def test_a_server_without_a_thread_to_spare_serves_the_next_connection(
     assert push(peer, 0, 3) == (True, "")
 
 
-def test_threads_without_a_proof_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_proved_nothing_takes_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest connections go first, and an honest peer is served meanwhile."""
-    monkeypatch.setattr(server, "UNPROVEN_MAX", 4)
+    monkeypatch.setattr(handshake, "UNPROVEN_MIN", 4)
+    monkeypatch.setattr(handshake, "UNPROVEN_MAX", 4)
     node = Node()
     strangers = [socket.create_connection(node.server.address) for _ in range(20)]
-    most = 0
     for stranger in strangers[:-4]:
         with contextlib.suppress(ConnectionResetError):
             while stranger.recv(4096):
-                most = max(most, node.server._unproven._open)
-    assert most <= 4
+                pass
+    assert not node.server._served
     honest = Node()
     honest.stage(0, 1)
     assert push(honest.peer(node), 0, 1) == (True, "")
@@ -656,22 +669,40 @@ def test_a_message_has_its_time_however_its_bytes_come(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("payload_bytes", -5), ("header_bytes", -1), ("header_bytes", 1 << 62), ("rank", -1), ("generation", -1),
-     ("step", -2), ("header_digest", -1)],
-)  # fmt: skip
+    [("header_bytes", -1), ("header_bytes", 1 << 62), ("rank", -1), ("generation", -1), ("step", -2)],
+)
 def test_an_absurd_push_is_refused_by_name(
     nodes: list[Node], caplog: pytest.LogCaptureFixture, field: str, value: int
 ) -> None:
-    asked = wire.Push(0, 1, 0, (0,), 100, 5, "layout", True, 100)
+    asked = wire.Push(0, 1, 0, (0,), 100, b"", True)
     with socket.create_connection(nodes[0].server.address) as sock:
-        shake_hands(sock, SECRET, wire.PURPOSE, 1, dialling=True)
+        shake(sock, SECRET, wire.PURPOSE, 1, dialling=True)
         stream = BulkStream(sock, WAIT_S)
         stream.send(msgspec.structs.replace(asked, **{field: value}))
         with pytest.raises(ConnectionClosed):
             stream.expect(wire.Ready)
-    for thread in list(nodes[0].server._threads):
+    for thread in list(nodes[0].server._served.values()):
         thread.join(WAIT_S)
     assert f"Push.{field} cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        (b"rubbish", "cannot read a snapshot header"),
+        (msgspec.msgpack.encode(SnapshotHeader(0, 2, 0, "layout", 100, b"")), "expected rank 0, step 1"),
+        (msgspec.msgpack.encode(SnapshotHeader(0, 1, 0, "layout", -5, b"")), "cannot read a snapshot header"),
+    ],
+    ids=["rubbish", "another snapshot's", "absurd size"],
+)
+def test_a_push_with_an_absurd_header_is_refused(nodes: list[Node], header: bytes, why: str) -> None:
+    with socket.create_connection(nodes[0].server.address) as sock:
+        shake(sock, SECRET, wire.PURPOSE, 1, dialling=True)
+        stream = BulkStream(sock, WAIT_S)
+        stream.send(wire.Push(0, 1, 0, (0,), 100, header, True))
+        with pytest.raises(RefusedByPeer, match=why):
+            stream.expect(wire.Ready)
+    assert nodes[0].store.holdings() == () and nodes[0].store._mirrored == {}
 
 
 def integers(kind: msgspec.inspect.Type, path: str, seen: set[type]) -> Iterator[tuple[str, msgspec.inspect.IntType]]:
@@ -698,16 +729,16 @@ def integers(kind: msgspec.inspect.Type, path: str, seen: set[type]) -> Iterator
 @pytest.mark.parametrize(
     "kinds",
     [
-        wire.AnyRequest, wire.AnyReply, wire.Blob, messages.AnyMessage, local.AnyLocalMessage, rendezvous.Hello,
+        wire.AnyRequest, wire.AnyReply, messages.AnyMessage, local.AnyLocalMessage, rendezvous.Hello,
         rendezvous.AnyAnswer, join_protocol.Question, join_protocol.Answer, SnapshotHeader,
     ],
-    ids=["request", "reply", "blob", "control", "local", "hello", "table", "question", "answer", "header"],
+    ids=["request", "reply", "control", "local", "hello", "table", "question", "answer", "header"],
 )  # fmt: skip
 def test_no_integer_from_a_wire_is_without_bounds(kinds: type) -> None:
     found = dict(integers(msgspec.inspect.type_info(kinds), "", set()))
     assert [place for place, kind in found.items() if kind.ge is None] == []
     digests = {
-        "Sealed.sums", "Blob.digest", "Push.header_digest", "Holding.paired", "SnapshotHeader.paired",
-        "GroupCalls.digest", "GroupCalls.recent", "GroupCalls.cuts",
+        "Sealed.sums", "Holding.paired", "SnapshotHeader.paired", "GroupCalls.digest", "GroupCalls.recent",
+        "GroupCalls.cuts",
     }  # fmt: skip
     assert {place for place, kind in found.items() if kind.le is None} <= digests

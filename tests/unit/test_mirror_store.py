@@ -8,7 +8,7 @@ from support.stores import free
 
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import MemoryShortage, StaleGeneration, TransportError
-from deadpool_plugin.mirror.arena import TOUCH_BYTES, SlotPair, arena_bytes
+from deadpool_plugin.mirror.arena import TOUCH_BYTES, SlotPair, arena_bytes, decode_header
 from deadpool_plugin.mirror.records import CallHistory, HistoryPruned, NotHeld
 from deadpool_plugin.mirror.store import SnapshotStore
 
@@ -89,7 +89,7 @@ def test_a_mirror_keeps_headers_when_it_needs_room_for_payloads() -> None:
     with pytest.raises(NotHeld, match="payload"):
         store.readable(0, 4, payload=True)
     with pytest.raises(TransportError, match="expected rank 0, step 5"):
-        store.finish_mirror(large, encoded, 0, Holding(0, 5, True, (0,)), [])
+        decode_header(encoded, 0, 5)
     with pytest.raises(TransportError, match="runs on this node"):
         origin.begin_mirror(0, 5, 0, 4096, 64)
     free(store)

@@ -4,17 +4,17 @@ import errno
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from support.handshakes import shake as shake_one
 
 from deadpool_plugin.errors import PeerRefused
 from deadpool_plugin.transport import handshake
 from deadpool_plugin.transport.framing import ConnectionClosed
-from deadpool_plugin.transport.handshake import ANY_JOB, Credentials, Handshake, shake_hands, shake_hands_async
+from deadpool_plugin.transport.handshake import ANY_JOB, Credentials, Handshake, Listener, shake_hands
 from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.rendezvous import Hello, meet
 from deadpool_plugin.transport.sockets import bound_address, connected, listen_tcp
@@ -50,12 +50,12 @@ def shake(
     results: list[int | Exception] = [0, 0]
 
     def listen() -> None:
-        results[1] = outcome(lambda: shake_hands(listener, listener_pass, purposes[1], 7, dialling=False))
+        results[1] = outcome(lambda: shake_one(listener, listener_pass, purposes[1], 7, dialling=False))
 
     thread = threading.Thread(target=listen)
     with dialler, listener:
         thread.start()
-        results[0] = outcome(lambda: shake_hands(dialler, dialler_pass, purposes[0], 3, dialling=True))
+        results[0] = outcome(lambda: shake_one(dialler, dialler_pass, purposes[0], 3, dialling=True))
         thread.join(10)
     return results
 
@@ -103,30 +103,15 @@ def test_who_has_not_met_the_others_yet_is_to_be_tried_again() -> None:
         assert isinstance(error, ConnectionClosed) and "try again" in str(error)
 
 
-def test_async_and_blocking_sides_agree_and_refuse() -> None:
-    async def listen(sock: socket.socket, credentials: Credentials) -> int:
-        sock.setblocking(False)
-        return await shake_hands_async(sock, credentials, "x", 7, dialling=False)
-
-    async def both(credentials: Credentials) -> list[object]:
-        dialler, listener = tcp_pair()
-        with dialler, listener:
-            blocking = asyncio.to_thread(shake_hands, dialler, OURS, "x", 3, dialling=True)
-            return list(await asyncio.gather(blocking, listen(listener, credentials), return_exceptions=True))
-
-    assert asyncio.run(both(OURS)) == [7, 3]
-    assert all(isinstance(error, PeerRefused) for error in asyncio.run(both(OTHERS)))
-
-
 def test_another_protocol_is_refused_and_silence_ends() -> None:
     dialler, listener = tcp_pair()
     with dialler, listener:
         dialler.sendall(b"GET / HTTP/1.1\r\nHost: somewhere.else.example\r\n\r\n")
         with pytest.raises(PeerRefused, match="does not speak this protocol"):
-            shake_hands(listener, OURS, "x", 7, dialling=False)
+            shake_one(listener, OURS, "x", 7, dialling=False)
     dialler, listener = tcp_pair()
     with dialler, listener, pytest.raises(ConnectionClosed, match="ended early"):
-        shake_hands(listener, OURS, "x", 7, dialling=False, timeout_s=0.05)
+        shake_one(listener, OURS, "x", 7, dialling=False, timeout_s=0.05)
 
 
 def test_a_reflected_proof_is_refused() -> None:
@@ -136,32 +121,24 @@ def test_a_reflected_proof_is_refused() -> None:
         mine.check(proof)
 
 
-class Trickle:
-    """A socket whose other end sends a byte whenever it is asked, each of which takes three seconds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def recv(self, size: int) -> bytes:
-        self.now += 3.0
-        return b"deadpl-3"[:1] if self.now > 24.0 else b"deadpl-3"[int(self.now / 3.0) - 1 :][:1]
-
-    def getpeername(self) -> tuple[str, int]:
-        return "127.0.0.1", 1
-
-    def settimeout(self, _: float) -> None:
-        pass
-
-    sendall = settimeout
-
-
-def test_a_byte_now_and_then_is_no_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_byte_now_and_then_is_no_handshake() -> None:
     """Its time is up, although the other end is never silent for long."""
-    sock = Trickle()
-    monkeypatch.setattr(time, "monotonic", lambda: sock.now)
-    with pytest.raises(ConnectionClosed, match="its time is up"):
-        shake_hands(cast(socket.socket, sock), OURS, "x", 1, dialling=False, timeout_s=60.0)
-    assert 60.0 <= sock.now <= 63.0
+    dialler, listener = tcp_pair()
+    ended = threading.Event()
+
+    def trickle() -> None:
+        for byte in b"deadpl-3" + bytes(1000):
+            dialler.send(bytes([byte]))
+            if ended.wait(0.05):
+                break
+
+    thread = threading.Thread(target=trickle)
+    with dialler, listener:
+        thread.start()
+        with pytest.raises(ConnectionClosed, match="ended early"):
+            shake_one(listener, OURS, "x", 1, dialling=False, timeout_s=0.5)
+        ended.set()
+        thread.join(10)
 
 
 @pytest.fixture
@@ -195,10 +172,10 @@ def test_the_oldest_connections_without_a_proof_go_first(few: int, where: str) -
         strangers = [await connected(address) for _ in range(5 * few)]
         await asyncio.wait_for(asyncio.gather(*map(ended, strangers[:-few])), 30)
         if meeting is None:
-            assert len(listener._unproven._waiting) <= few
+            assert len(listener._listener._unproven) <= few
             async with asyncio.timeout(30):
                 sock = await connected(address)
-                assert await shake_hands_async(sock, OURS, "control", 1, dialling=True) == 0
+                assert await shake_hands(sock, OURS, "control", 1, dialling=True) == 0
             sock.close()
         else:
             assert await asyncio.wait_for(meet(2, address[0], address[1], hello(1), OURS, 30), 30) == await meeting
@@ -209,30 +186,38 @@ def test_the_oldest_connections_without_a_proof_go_first(few: int, where: str) -
     asyncio.run(scenario())
 
 
-def test_who_has_proved_itself_is_not_ended_for_a_stranger(few: int) -> None:
-    unproven = handshake.Unproven("bulk")
+@pytest.fixture
+def listener(few: int) -> Iterator[Listener]:
+    async def handle(sock: socket.socket, peer: int) -> None:
+        sock.close()
+
+    made = Listener(listen_tcp("127.0.0.1"), "bulk", OURS, 0, handle, lambda error: None)
+    yield made
+    made.close()
+
+
+def test_who_has_proved_itself_is_not_ended_for_a_stranger(few: int, listener: Listener) -> None:
     pairs = [socket.socketpair() for _ in range(few + 2)]
-    with unproven.held(pairs[0][0]):
+    with listener.unproven(pairs[0][0]):
         pass
-    for ours, _ in pairs[1:]:
-        unproven.enter(ours)
-    assert pairs[1][1].recv(1) == b""
-    pairs[0][0].send(b"x")
-    assert pairs[0][1].recv(1) == b"x"
-    assert not unproven.await_room(0.0), "who was ended has not left yet"
-    for ours, _ in pairs[1:]:
-        unproven.leave(ours)
-    assert unproven.await_room(0.0)
+    with contextlib.ExitStack() as held:
+        for ours, _ in pairs[1:]:
+            held.enter_context(listener.unproven(ours))
+        assert pairs[1][1].recv(1) == b""
+        pairs[0][0].send(b"x")
+        assert pairs[0][1].recv(1) == b"x"
+        assert len(listener._unproven) == few
+    assert not listener._unproven
     for pair in pairs:
         for sock in pair:
             sock.close()
 
 
-def test_a_listener_without_descriptors_says_so_once(few: int, caplog: pytest.LogCaptureFixture) -> None:
-    unproven, (ours, theirs) = handshake.Unproven("bulk"), socket.socketpair()
-    unproven.enter(ours)
-    for _ in range(1000):
-        unproven.cannot_accept(OSError(errno.EMFILE, "too many open files"))
-    assert len(caplog.records) == 1 and theirs.recv(1) == b"", "the oldest one gives its descriptor back"
+def test_a_listener_without_descriptors_says_so_once(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    with listener.unproven(ours):
+        for _ in range(1000):
+            listener.cannot_accept(OSError(errno.EMFILE, "too many open files"))
+        assert len(caplog.records) == 1 and theirs.recv(1) == b"", "the oldest one gives its descriptor back"
     for sock in (ours, theirs):
         sock.close()
