@@ -9,6 +9,7 @@ Behind the slots lie the generation that the agent has announced, and the rank's
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -53,12 +54,15 @@ class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
     """The sum of the rank's collectives in that generation (transport/flight_recorder.py); 0 in the first."""
 
 
-class SealedHeader(NamedTuple):
-    """A header as it was found whole in its slot: itself, as it travels, and its xxh3."""
+class Snapshot(NamedTuple):
+    """A snapshot that was found whole in its slot. The view keeps the memory, whose content may change."""
 
+    pair: SlotPair
     header: SnapshotHeader
     encoded: bytes
     digest: int
+    """The xxh3 of `encoded`: it tells the snapshots that a slot has held apart."""
+    payload: memoryview
 
 
 _decode = msgspec.msgpack.Decoder(SnapshotHeader).decode
@@ -70,26 +74,21 @@ def _rounded_up(size: int) -> int:
 
 def arena_bytes(header_bytes: int, payload_bytes: int) -> int:
     """Return the memory that one SlotPair takes: two slots, a page for the agent, and the flight recorder."""
-    return 2 * _slot_bytes(header_bytes, payload_bytes) + PAGE_BYTES + AREA_BYTES
-
-
-def _slot_bytes(header_bytes: int, payload_bytes: int) -> int:
-    return _rounded_up(header_bytes) + _rounded_up(payload_bytes)
+    return 2 * (_rounded_up(header_bytes) + _rounded_up(payload_bytes)) + PAGE_BYTES + AREA_BYTES
 
 
 class SlotPair:
-    """The two slots of one rank. `payload_bytes` is 0 where only headers are mirrored.
+    """The two slots of one rank, made by `create` or `attach`. `payload_bytes` is 0 where only headers are mirrored.
 
     Thread: no locking; one writer at a time per slot.
     """
 
     def __init__(self, fd: int, rank: int, header_bytes: int, payload_bytes: int) -> None:
-        """Private: use `create` or `attach`."""
         self.fd, self.rank = fd, rank
         self.header_bytes, self.payload_bytes = header_bytes, payload_bytes
         self.sums: dict[int, tuple[int, tuple[Digest, ...]]] = {}
         """Slot -> digest of a header, checksums of its payload's frames when they were first sent or received here."""
-        self._slot_bytes = _slot_bytes(header_bytes, payload_bytes)
+        self._slot_bytes = _rounded_up(header_bytes) + _rounded_up(payload_bytes)
         self._map = mmap.mmap(fd, arena_bytes(header_bytes, payload_bytes), mmap.MAP_SHARED)
         self._map.madvise(_MADV_DONTDUMP)  # or every core dump, of a worker or of the agent, would have it all
         self._view = memoryview(self._map)
@@ -107,21 +106,18 @@ class SlotPair:
         size = arena_bytes(header_bytes, payload_bytes)
         try:
             fd = linux.memfd_create(f"deadpool-rank{rank}", linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
-            try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(os.close, fd)
                 os.ftruncate(fd, size)
                 fcntl.fcntl(fd, linux.F_ADD_SEALS, _SEALS)
                 pair = cls(fd, rank, header_bytes, payload_bytes)
-            except BaseException:
-                os.close(fd)
-                raise
-            try:
+                undo.pop_all()
+                undo.callback(pair.close)
                 pair._touch(going_on)
-            except BaseException:
-                pair.close()
-                raise
-            return pair
+                undo.pop_all()
         except OSError as error:
             raise MemoryShortage(f"slots of {size} bytes for rank {rank} cannot be made: {error}") from error
+        return pair
 
     @classmethod
     def attach(cls, fd: int, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:
@@ -137,8 +133,7 @@ class SlotPair:
         return cls(fd, rank, header_bytes, payload_bytes)
 
     def _touch(self, going_on: Callable[[], None]) -> None:
-        """Takes, zeroes and maps every page now, so that the first snapshot costs no more than others. Raises: OSError
-        if there is no memory, what `going_on` raises."""
+        """Takes, zeroes and maps every page now, so that the first snapshot costs no more than others."""
         # Nothing here holds the interpreter lock (mmap's own madvise does), and with it the agent's event loop.
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         for start in range(0, len(self._map), TOUCH_BYTES):
@@ -156,16 +151,13 @@ class SlotPair:
                 raise OSError(failure.errno, f"{failure.strerror} after {start} bytes") from failure
             going_on()
 
-    def _header(self, step: int) -> memoryview:
+    def _slot(self, step: int) -> memoryview:
         invariant(step >= 0, f"snapshots have steps from 0 on, got {step}")
-        start = step % 2 * self._slot_bytes
-        return self._view[start : start + self.header_bytes]
+        return self._view[step % 2 * self._slot_bytes :]
 
     def payload(self, step: int) -> memoryview:
         """Return the bytes of the slot of `step`, writable, page-aligned; valid only if `open(step)` says so."""
-        invariant(step >= 0, f"snapshots have steps from 0 on, got {step}")
-        start = step % 2 * self._slot_bytes + _rounded_up(self.header_bytes)
-        return self._view[start : start + self.payload_bytes]
+        return self._slot(step)[_rounded_up(self.header_bytes) :][: self.payload_bytes]
 
     @property
     def announced(self) -> int:
@@ -183,7 +175,7 @@ class SlotPair:
 
     def invalidate(self, step: int) -> None:
         """Empties the slot of `step`, whatever it holds; call before the first byte is written to its payload."""
-        self._header(step)[: _PREFIX.size] = bytes(_PREFIX.size)
+        self._slot(step)[: _PREFIX.size] = bytes(_PREFIX.size)
 
     def seal(self, step: int, generation: int, layout_hash: str, scalars: bytes, paired: int = 0) -> None:
         """Declares the slot's payload complete as snapshot `step`. `scalars` are plain data of the caller's.
@@ -195,40 +187,36 @@ class SlotPair:
 
     def seal_encoded(self, step: int, encoded: bytes) -> None:
         """Seal a slot with a header taken from another slot."""
-        area = self._header(step)
-        need = _PREFIX.size + len(encoded)
-        if need > len(area):
+        slot, need = self._slot(step), _PREFIX.size + len(encoded)
+        if need > self.header_bytes:
             raise ConfigError(
                 f"the snapshot header of rank {self.rank}, step {step} (its scalars) takes {need} bytes, "
-                f"there is room for {len(area)}: set header_kib to at least {-(-need // 1024)}"
+                f"there is room for {self.header_bytes}: set header_kib to at least {-(-need // 1024)}"
             )
         self.invalidate(step)
-        area[_PREFIX.size : need] = encoded
-        area[: _PREFIX.size] = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
+        slot[_PREFIX.size : need] = encoded
+        slot[: _PREFIX.size] = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
 
-    def sealed(self, step: int) -> SealedHeader | None:
+    def sealed(self, step: int) -> Snapshot | None:
         """Read and verify the header of `step`; None if the slot is invalid or holds another step."""
-        area = self._header(step)
-        if len(area) < _PREFIX.size:  # closed
+        slot = self._slot(step)
+        if len(slot) < _PREFIX.size:  # closed
             return None
-        magic, length, digest = _PREFIX.unpack_from(area)
-        if magic != _MAGIC or length > len(area) - _PREFIX.size:
+        magic, length, digest = _PREFIX.unpack_from(slot)
+        if magic != _MAGIC or length > self.header_bytes - _PREFIX.size:
             return None
-        encoded = bytes(area[_PREFIX.size : _PREFIX.size + length])
+        encoded = bytes(slot[_PREFIX.size : _PREFIX.size + length])
         if xxhash.xxh3_64_intdigest(encoded) != digest:
             return None
         header = _decode(encoded)
-        return SealedHeader(header, encoded, digest) if (header.rank, header.step) == (self.rank, step) else None
+        if (header.rank, header.step) != (self.rank, step):
+            return None
+        return Snapshot(self, header, encoded, digest, self.payload(step)[: header.payload_bytes])
 
     def open(self, step: int) -> SnapshotHeader | None:
         """Read the header of snapshot `step`; None if the slot does not hold it whole."""
-        sealed = self.sealed(step)
-        return sealed.header if sealed else None
-
-    def header_digest(self, step: int) -> int | None:
-        """Tells the snapshots a slot has held apart; None if it holds `step` no more."""
-        sealed = self.sealed(step)
-        return sealed.digest if sealed else None
+        snapshot = self.sealed(step)
+        return snapshot.header if snapshot else None
 
     def close(self) -> None:
         """Closes the descriptor; the memory goes when the last view on it does (a tensor may still look at it)."""
@@ -251,13 +239,8 @@ def decode_header(encoded: bytes, rank: Rank, step: Step) -> SnapshotHeader:
 
 def free(*pairs: SlotPair | None) -> None:
     """Closes slots nobody uses any more; large ones, which take about 0.1 s per GiB, on a thread of their own."""
-    unused = [pair for pair in pairs if pair is not None]
-
-    def close() -> None:
-        for pair in unused:
+    for pair in pairs:
+        if pair is not None and arena_bytes(pair.header_bytes, pair.payload_bytes) <= SMALL_BYTES:
             pair.close()
-
-    if sum(arena_bytes(pair.header_bytes, pair.payload_bytes) for pair in unused) <= SMALL_BYTES:
-        close()
-    else:
-        threading.Thread(target=close, name="deadpool-free", daemon=True).start()
+        elif pair is not None:
+            threading.Thread(target=pair.close, name="deadpool-free", daemon=True).start()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,15 +37,14 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def _cgroup_budgets(root: Path) -> Iterator[MemoryBudget]:
-    mount, membership = root / "sys/fs/cgroup", root / "proc/self/cgroup"
+    membership = root / "proc/self/cgroup"
     for line in membership.read_text().splitlines() if membership.is_file() else []:
         hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0" and not controllers:
-            base, limit_name, usage_name, prefix = mount, "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):
-            base, limit_name, usage_name = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        base, limit_name, usage_name, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
+        if "memory" in controllers.split(","):
+            base, limit_name, usage_name = base / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
             prefix = "total_"
-        else:
+        elif hierarchy != "0" or controllers:
             continue
         inner = base / path.strip("/")  # absent inside a container that sees only its own part: then base is ours
         for folder in (inner, *inner.parents):
@@ -90,14 +88,6 @@ def check_memory(need_bytes: int, headroom_bytes: int, root: Path = Path("/")) -
 def goes_on() -> None: ...
 
 
-@dataclass(eq=False)
-class _Making:
-    """Slots that are being made. `untouched_bytes`: what they have not taken yet of what is available."""
-
-    rank: Rank
-    untouched_bytes: int
-
-
 class SlotMaker:
     """Makes slots while there is memory for them. Thread: any.
 
@@ -106,33 +96,32 @@ class SlotMaker:
 
     def __init__(self, headroom_bytes: int = 0) -> None:
         self._headroom_bytes = headroom_bytes
-        self._in_making: list[_Making] = []
+        self._untouched: dict[tuple[Rank, int], int] = {}  # rank and thread that are being served -> bytes to be taken
         self._asking = threading.Lock()
 
     @property
     def ranks(self) -> set[Rank]:
         """The ranks whose slots are being made."""
-        return {making.rank for making in tuple(self._in_making)}
+        return {rank for rank, _ in tuple(self._untouched)}
 
     def check(self, need_bytes: int) -> None:
         """Check that so much can be had beside what is being made. Raises: MemoryShortage."""
-        untouched = sum(making.untouched_bytes for making in tuple(self._in_making))
-        check_memory(need_bytes + untouched, self._headroom_bytes)
+        check_memory(need_bytes + sum(tuple(self._untouched.values())), self._headroom_bytes)
 
     def make(
         self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = goes_on
     ) -> SlotPair:
         """Make slots. Raises: MemoryShortage, what `going_on` raises. Blocks: about 0.6 s per GiB."""
-        making = _Making(rank, arena_bytes(header_bytes, payload_bytes))
+        key, size = (rank, threading.get_ident()), arena_bytes(header_bytes, payload_bytes)
 
         def touched() -> None:
-            making.untouched_bytes = max(0, making.untouched_bytes - TOUCH_BYTES)
+            self._untouched[key] = max(0, self._untouched[key] - TOUCH_BYTES)
             going_on()
 
         with self._asking:  # many ask at the same moment, when nobody has taken anything yet
-            self.check(making.untouched_bytes)
-            self._in_making.append(making)
+            self.check(size)
+            self._untouched[key] = size
         try:
             return SlotPair.create(rank, header_bytes, payload_bytes, touched)
         finally:
-            self._in_making.remove(making)
+            del self._untouched[key]

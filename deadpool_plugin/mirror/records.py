@@ -18,11 +18,11 @@ one step ahead of what is committed."""
 
 
 class NotHeld(DeadpoolError):
-    """This node does not hold what somebody asked it for."""
+    """This node does not hold what it was asked for."""
 
 
 class HistoryPruned(DeadpoolError):
-    """Records that somebody asked for are not held (any more)."""
+    """Records that were asked for are not held (any more)."""
 
 
 class CallHistory:
@@ -47,7 +47,7 @@ class CallHistory:
         """Sets the records of `step`, the newest from now on. A gap before it empties the history first."""
         self.truncate(step - 1)
         if self.last != step - 1:
-            self._forget_all()
+            self.truncate(NO_STEP)
         self._records.append(records)
         self.held_bytes += len(records)
         self.last = step
@@ -59,18 +59,14 @@ class CallHistory:
             del self._records[: self._dropped]
             self._dropped = 0
 
-    def _forget_all(self) -> None:
-        self._records.clear()
-        self._dropped = self.held_bytes = 0
-
     def truncate(self, last: Step) -> None:
         """Forgets every step after `last`."""
         while self._held and self.last > last:
             self.held_bytes -= len(self._records.pop())
             self.last -= 1
         if not self._held:
-            self._forget_all()
-            self.last = NO_STEP
+            self._records.clear()
+            self._dropped, self.last = 0, NO_STEP
 
     def get(self, first: Step, last: Step) -> list[bytes]:
         """Return the records of first..last, both included. Raises: HistoryPruned if any of them is not held."""

@@ -8,17 +8,17 @@ this node has rolled back to where that one begins; whoever writes checks it und
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from os import uname
-from typing import NamedTuple
 
 import xxhash
 
 from ..core.types import Digest, Generation, Holding, Rank, Step
 from ..errors import DeadpoolError, StaleGeneration, TransportError
-from .arena import SlotPair, SnapshotHeader, free
+from .arena import SlotPair, Snapshot, free
 from .memory import SlotMaker, goes_on
 from .records import CallRecords, NotHeld
 
@@ -31,16 +31,6 @@ class NotEntered(DeadpoolError):
 
 class CorruptSnapshot(DeadpoolError):
     """A payload in this node's memory is not what was written there."""
-
-
-class Snapshot(NamedTuple):
-    """A snapshot in its slot, for its reader. The view keeps the memory; `check_read` checks the content."""
-
-    pair: SlotPair
-    header: SnapshotHeader
-    encoded: bytes
-    digest: int
-    payload: memoryview
 
 
 class SnapshotStore:
@@ -58,13 +48,14 @@ class SnapshotStore:
         self._generation: Generation = 0
         self._entered: Generation = 0
         self._on_fence: list[Callable[[Generation], None]] = []
+        self._on_corrupt: list[Callable[[Rank, Step], None]] = []
         self._own: dict[Rank, SlotPair] = {}
         self._mirrored: dict[Rank, SlotPair] = {}
         self._prepared: dict[Rank, SlotPair] = {}
         self._holdings: dict[tuple[Rank, Step], Holding] = {}
-        self._on_corrupt: list[Callable[[Rank, Step], None]] = []
-        self._writers: dict[Rank, threading.Lock] = {}
-        self._makers: dict[Rank, threading.Lock] = {}
+        self._writers: defaultdict[Rank, threading.Lock] = defaultdict(threading.Lock)
+        self._makers: defaultdict[Rank, threading.Lock] = defaultdict(threading.Lock)
+        """For making own slots: two makers would take their memory twice."""
 
     # ---- the generation fence
 
@@ -123,8 +114,21 @@ class SnapshotStore:
         """Return whether (rank, step) is held in own slots (and not, so far, as a mirror)."""
         return rank in self._own and (rank, step) in self._holdings
 
+    def holds(self, rank: Rank) -> bool:
+        """Return whether slots or a recording of `rank` take memory here."""
+        return self._pair(rank) is not None or self.records.has_recording(rank)
+
+    def ranks(self) -> list[Rank]:
+        """List the ranks of which anything is here: few, however many ranks the job has."""
+        with self._lock:
+            return sorted({*self._own, *self._mirrored, *self.records.ranks})
+
     def _pair(self, rank: Rank) -> SlotPair | None:
         return self._own.get(rank) or self._mirrored.get(rank)
+
+    def _sealed(self, rank: Rank, step: Step) -> Snapshot | None:
+        pair = self._pair(rank)
+        return pair.sealed(step) if pair is not None else None
 
     def announce(self, generation: Generation) -> None:
         """Lets the processes of own slots see that `generation` begins, whatever else they hear."""
@@ -135,27 +139,13 @@ class SnapshotStore:
     def paired(self, rank: Rank, step: Step) -> int:
         """Return the sum of the rank's collectives up to `step`, of its snapshot; 0 if that is not here."""
         with self._lock:
-            pair = self._pair(rank)
-            header = pair.open(step) if pair is not None else None
-            return header.paired if header is not None else 0
-
-    def holds(self, rank: Rank) -> bool:
-        """Return whether slots or a recording of `rank` take memory here."""
-        return rank in self._own or rank in self._mirrored or self.records.has_recording(rank)
-
-    def ranks(self) -> list[Rank]:
-        """List the ranks of which anything is here: few, however many ranks the job has."""
-        with self._lock:
-            return sorted({*self._own, *self._mirrored, *self.records.ranks})
+            snapshot = self._sealed(rank, step)
+            return snapshot.header.paired if snapshot is not None else 0
 
     def holdings(self) -> tuple[Holding, ...]:
         """List what this node can serve; an own slot that its worker has begun to overwrite is left out."""
         with self._lock:
-            return tuple(
-                self._holdings[rank, step]
-                for rank, step in sorted(self._holdings)
-                if (pair := self._pair(rank)) is not None and pair.header_digest(step) is not None
-            )
+            return tuple(self._holdings[key] for key in sorted(self._holdings) if self._sealed(*key) is not None)
 
     def staged(self, rank: Rank, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
         """Takes note that the own rank's slot of `step` was sealed (by its worker, or after a fetch).
@@ -164,11 +154,10 @@ class SnapshotStore:
         """
         with self._lock:
             self.check_generation(generation)
-            pair = self._own.get(rank)
-            header = pair.open(step) if pair is not None else None
-            if header is None:
+            snapshot = self._sealed(rank, step) if rank in self._own else None
+            if snapshot is None:
                 raise TransportError(f"rank {rank} says it staged step {step}, but its slot does not hold it")
-            return self._hold(Holding(rank, step, True, replicas, header.paired))
+            return self._hold(Holding(rank, step, True, replicas, snapshot.header.paired))
 
     def _hold(self, holding: Holding) -> Holding:
         self._forget(holding.rank, lambda step: step < holding.step - 1 or step % 2 == holding.step % 2)
@@ -189,24 +178,20 @@ class SnapshotStore:
         """Frees everything held for a rank that is neither run nor mirrored here any more."""
         with self._lock:
             self.records.forget(rank)
-            unused = self._take_slots(rank)
-        free(*unused)
+            self._release_slots(rank)
 
-    def _take_slots(self, rank: Rank) -> tuple[SlotPair | None, SlotPair | None]:
-        """Take the rank's slots, own and mirrored, out of what is held. The caller has the lock."""
+    def _release_slots(self, rank: Rank) -> None:
         self._forget(rank, lambda step: True)
-        return self._own.pop(rank, None), self._mirrored.pop(rank, None)
+        free(self._own.pop(rank, None), self._mirrored.pop(rank, None))
 
     def readable(self, rank: Rank, step: Step, *, payload: bool) -> Snapshot:
         """Get snapshot (rank, step) to read it, its payload only if asked. Raises: NotHeld."""
         with self._lock:
-            holding, pair = self._holdings.get((rank, step)), self._pair(rank)
-            sealed = pair.sealed(step) if pair is not None else None
-            if holding is None or pair is None or sealed is None or (payload and not holding.payload):
+            holding, snapshot = self._holdings.get((rank, step)), self._sealed(rank, step)
+            if holding is None or snapshot is None or (payload and not holding.payload):
                 what = "payload" if payload else "header"
                 raise NotHeld(f"the {what} of rank {rank}, step {step} is not held here; held: {self.holdings()}")
-            size = sealed.header.payload_bytes if payload else 0
-            return Snapshot(pair, *sealed, pair.payload(step)[:size])
+            return snapshot if payload else snapshot._replace(payload=memoryview(b""))
 
     def on_corrupt(self, tell: Callable[[Rank, Step], None]) -> None:
         """Call `tell(rank, step)` for every snapshot found corrupt, which is no holding any more. Thread: any."""
@@ -221,7 +206,8 @@ class SnapshotStore:
         Raises: NotHeld if it was overwritten meanwhile; CorruptSnapshot.
         """
         rank, step = read.header.rank, read.header.step
-        if read.pair.header_digest(step) != read.digest:
+        now = read.pair.sealed(step)
+        if now is None or now.digest != read.digest:
             raise NotHeld(f"the snapshot of rank {rank}, step {step} was overwritten while it was read")
         wrong: list[int] = []
         with self._lock:
@@ -230,7 +216,7 @@ class SnapshotStore:
                 if digest != read.digest or not before:
                     read.pair.sums[step % 2] = (read.digest, sums)
                 else:
-                    wrong = [at for at, (was, now) in enumerate(zip(before, sums, strict=True)) if was != now]
+                    wrong = [at for at, pair in enumerate(zip(before, sums, strict=True)) if pair[0] != pair[1]]
             if wrong:
                 self._holdings.pop((rank, step), None)
         if wrong:
@@ -254,9 +240,7 @@ class SnapshotStore:
     ) -> SlotPair:
         """Do `make_own` for a rank that runs on this node (its worker gets the descriptor). Replaces what was held."""
         pair = self.make_own(rank, header_bytes, payload_bytes, going_on)
-        with self._lock:
-            old = self._become_own(pair)
-        free(*old)
+        self._become_own(pair)
         return pair
 
     def make_own(
@@ -268,7 +252,7 @@ class SnapshotStore:
         Args: going_on: called again and again while new ones are made; what it raises ends that.
         Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
         """
-        with self._maker(rank):
+        with self._makers[rank]:
             with self._lock:
                 pair = self._prepared.pop(rank, None)
             if pair is not None:
@@ -276,11 +260,6 @@ class SnapshotStore:
                     return pair
                 pair.close()
             return self.maker.make(rank, header_bytes, payload_bytes, going_on)
-
-    def _maker(self, rank: Rank) -> threading.Lock:
-        """Return the lock for making own slots of `rank`: two makers would take their memory twice."""
-        with self._lock:
-            return self._makers.setdefault(rank, threading.Lock())
 
     def adopt_own(self, pair: SlotPair, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
         """Make slots with `step` in them their rank's own. At every moment either they or the mirror they replace is
@@ -292,23 +271,20 @@ class SnapshotStore:
             self.check_generation(generation)
             if (header := pair.open(step)) is None:
                 raise TransportError(f"these slots of rank {pair.rank} do not hold step {step}")
-            old = self._become_own(pair)
-            holding = self._hold(Holding(pair.rank, step, True, replicas, header.paired))
-        free(*old)
-        return holding
+            self._become_own(pair)
+            return self._hold(Holding(pair.rank, step, True, replicas, header.paired))
 
-    def _become_own(self, pair: SlotPair) -> tuple[SlotPair | None, SlotPair | None]:
-        """The caller has the lock. Returns: what it replaces."""
-        old = self._take_slots(pair.rank)
-        self._own[pair.rank] = pair
-        return old
+    def _become_own(self, pair: SlotPair) -> None:
+        with self._lock:
+            self._release_slots(pair.rank)
+            self._own[pair.rank] = pair
 
     def prepare_own(self, rank: Rank, header_bytes: int, payload_bytes: int) -> None:
         """Make slots for a rank this node may take over, because the first touch takes long. They hold nothing yet.
 
         Raises, Blocks: as `make_own`.
         """
-        with self._maker(rank):
+        with self._makers[rank]:
             self.put_back(self.maker.make(rank, header_bytes, payload_bytes))
 
     def put_back(self, pair: SlotPair) -> None:
@@ -322,16 +298,14 @@ class SnapshotStore:
     def drop_prepared(self, kept: Collection[Rank] = ()) -> None:
         """Frees the prepared slots of all ranks but those."""
         with self._lock:
-            unused = [self._prepared.pop(rank) for rank in list(self._prepared) if rank not in kept]
-        free(*unused)
+            free(*(self._prepared.pop(rank) for rank in list(self._prepared) if rank not in kept))
 
     # ---- mirrors (bulk server)
 
-    @contextmanager
+    @contextlib.contextmanager
     def writing(self, rank: Rank, timeout_s: float = WRITER_TIMEOUT_S) -> Iterator[None]:
         """Excludes other writers of the rank's mirror. Raises: TransportError if one does not end in time."""
-        with self._lock:
-            writer = self._writers.setdefault(rank, threading.Lock())
+        writer = self._writers[rank]
         if not writer.acquire(timeout=timeout_s):
             raise TransportError(f"another transfer of rank {rank} still runs after {timeout_s:g} s")
         try:
@@ -354,43 +328,33 @@ class SnapshotStore:
         Raises: StaleGeneration, MemoryShortage; TransportError for a rank of this node.
         Blocks: for the first touch when slots are made.
         """
-        with self._lock:
-            self._check_mirror(rank, generation)
-            pair = self._mirrored.get(rank)
-            if pair is not None and pair.payload_bytes >= payload_bytes and pair.header_bytes >= header_bytes:
-                self._empty(pair, step)
-                return pair
-        pair = self.maker.make(rank, header_bytes, payload_bytes, going_on)
-        unused: SlotPair | None = pair
+        unused: SlotPair | None = None
         try:
-            with self._lock:
-                self._check_mirror(rank, generation)
-                unused = self._replace_mirror(pair)
-                self._empty(pair, step)
+            while True:
+                with self._lock:
+                    self.check_generation(generation)
+                    if rank in self._own:
+                        raise TransportError(f"rank {rank} runs on this node, which cannot be its mirror")
+                    if unused is not None:
+                        unused = self._replace_mirror(unused)
+                    pair = self._mirrored.get(rank)
+                    if pair is not None and pair.payload_bytes >= payload_bytes and pair.header_bytes >= header_bytes:
+                        self._forget(rank, lambda held: held % 2 == step % 2)
+                        pair.invalidate(step)
+                        return pair
+                unused = self.maker.make(rank, header_bytes, payload_bytes, going_on)
         finally:
             free(unused)
-        return pair
-
-    def _check_mirror(self, rank: Rank, generation: Generation) -> None:
-        self.check_generation(generation)
-        if rank in self._own:
-            raise TransportError(f"rank {rank} runs on this node, which cannot be its mirror")
-
-    def _empty(self, pair: SlotPair, step: Step) -> None:
-        self._forget(pair.rank, lambda held: held % 2 == step % 2)
-        pair.invalidate(step)
 
     def _replace_mirror(self, new: SlotPair) -> SlotPair | None:
-        """Returns: what it replaces. The caller has the lock."""
-        # Headers move into the larger slots; a payload is worth nothing there once its size has changed.
-        old = self._mirrored.get(new.rank)
-        for key, holding in [item for item in self._holdings.items() if item[0][0] == new.rank]:
-            sealed = old.sealed(holding.step) if old is not None else None
-            if sealed is None or holding.payload:
-                del self._holdings[key]
+        """Return what it replaces. Headers move into the larger slots; a payload is worth nothing there."""
+        for (rank, step), holding in [item for item in self._holdings.items() if item[0][0] == new.rank]:
+            snapshot = self._sealed(rank, step)
+            if snapshot is None or holding.payload:
+                del self._holdings[rank, step]
             else:
-                new.seal_encoded(holding.step, sealed.encoded)
-        self._mirrored[new.rank] = new
+                new.seal_encoded(step, snapshot.encoded)
+        old, self._mirrored[new.rank] = self._mirrored.get(new.rank), new
         return old
 
     def finish_mirror(
@@ -420,7 +384,7 @@ class SnapshotStore:
     def already_mirrored(self, rank: Rank, step: Step, digest: int, payload: bool) -> Holding | None:
         """Return the holding, if just this snapshot (by its header's digest) is mirrored here already."""
         with self._lock:
-            holding, pair = self._holdings.get((rank, step)), self._mirrored.get(rank)
-            if holding is None or pair is None or (payload and not holding.payload):
+            holding, snapshot = self._holdings.get((rank, step)), self._sealed(rank, step)
+            if rank not in self._mirrored or holding is None or (payload and not holding.payload):
                 return None
-            return holding if pair.header_digest(step) == digest else None
+            return holding if snapshot is not None and snapshot.digest == digest else None

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Source, Step
 from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
-from deadpool_plugin.mirror.arena import SlotPair
+from deadpool_plugin.mirror.arena import SlotPair, Snapshot
 from deadpool_plugin.mirror.peer import SnapshotPush
 from deadpool_plugin.mirror.records import NotHeld
-from deadpool_plugin.mirror.store import CorruptSnapshot, NotEntered, Snapshot
+from deadpool_plugin.mirror.store import CorruptSnapshot, NotEntered
 from deadpool_plugin.mirror.wire import InAnotherGeneration, RefusedByPeer, frame_sums
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.sockets import Address, Port
