@@ -1,8 +1,7 @@
 """The control mesh: one TCP connection between every two nodes, dialled by the larger node id.
 
-Rules of this file: everything on one event loop; the handshake comes before the first frame; a refused peer is
-told of once per host. Heartbeats and shards never share a connection (bulk has its own). A host that is no member yet
-comes as a guest (join_protocol.py) and becomes a node only by being admitted.
+Rules of this file: the handshake comes before the first frame. Heartbeats and shards never share a connection (bulk has
+its own). A host that is no member yet comes as a guest (join_protocol.py), and becomes a node by being admitted.
 
 A connection that ends is made again: the larger node dials; the smaller one, if only it has seen the end, dials too,
 which says: dial me. A node that is asked in vain for the job's patience is lost as silent; one where nobody listens
@@ -50,20 +49,18 @@ _log = logging.getLogger(__name__)
 class ControlMesh:
     """Small typed messages between all nodes of a job, in order and once per pair, over links that fail loudly.
 
-    Order of calls: `listen` once, `connect` once with every node's address (a host that joins a running job: `visit`
-    each member instead), then `send` and the callbacks, `close` last. Once `connect` was called, a node that is not in
-    its table gets no link unless it was admitted (join_protocol.py).
-
+    Call `listen`, then `connect` with every node's address (a host that joins a running job: `visit` each member
+    instead), then `send`, and `close` last. From `connect` on only its nodes get links, and those that are admitted.
     Thread: the event loop's only.
+
     Args:
         credentials: shared; its `job` is known before `connect` or `visit` is called.
         bind_host, port_range: as for `listen_tcp` (for "" tell the others another address).
         on_message: called with each message received and its node.
-        on_lost: called once when the link to a node has ended and cannot be made again, with the reason, unless the
-            node said Goodbye, or was dropped by us, or the mesh is closed. Nobody listens where a process was killed:
-            that is known within milliseconds.
+        on_lost: called once when the link to a node has ended for good, with the reason, unless the node said Goodbye,
+            or was dropped by us, or the mesh is closed. Where a process was killed that is known within milliseconds.
         silent_after_s: a peer whose kernel acknowledges nothing for so long is lost.
-        on_refused: gets each refused peer, once per host; the default logs it.
+        on_refused: gets each refused peer, once per host.
         on_guest: answers hosts that are no members.
         on_still_silent: called with a node that was lost for its silence, and why, whenever it has not answered since.
     """
@@ -85,15 +82,14 @@ class ControlMesh:
         """Lost because they answer no more, or count us as lost: no sign that they are gone."""
         self._node, self._credentials, self._bind = node, credentials, (bind_host, port_range)
         self._on_message, self._on_lost, self._on_guest = on_message, on_lost, on_guest
-        self._on_still_silent, self._silent_after_s = on_still_silent, silent_after_s
-        self._on_refused = on_refused
+        self._on_still_silent, self._on_refused, self._silent_after_s = on_still_silent, on_refused, silent_after_s
         self._channels: dict[NodeId, ReliableChannel] = {}
         self._addresses: dict[NodeId, Address] = {}
+        """Of all who may be linked; empty: of anyone with the secret, before `connect` has said who."""
         self._gone: set[NodeId] = set()
         """There is no link with them any more, for good, or none to come: lost, dropped, or they have said Goodbye."""
-        self._renewing: dict[NodeId, asyncio.Task[None]] = {}
-        self._asking: dict[NodeId, asyncio.Task[None]] = {}  # after those that are lost for their silence
-        self._known: set[NodeId] | None = None  # None: anyone with the secret, before `connect` has said who
+        self._attempts: dict[NodeId, asyncio.Task[None]] = {}
+        """To make a link again, or (of those in `_gone`) to hear of a silent node."""
         self._tasks, self._dials = Tasks(), asyncio.Semaphore(DIALS_MAX)
         self._changed = asyncio.Event()
         self._connecting = self._closing = False
@@ -102,7 +98,7 @@ class ControlMesh:
     @property
     def linked(self) -> frozenset[NodeId]:
         """The nodes to which there is a link, or one that is being made again."""
-        return frozenset(self._links()) | self._renewing.keys()
+        return frozenset(self._links()) | self._attempts.keys() - self._gone
 
     def _links(self) -> dict[NodeId, FrameProtocol]:
         return {node: one.connection for node, one in self._channels.items() if one.connection is not None}
@@ -141,19 +137,20 @@ class ControlMesh:
                 self._renew(peer, channel, reason)
 
     def _objection(self, peer: NodeId) -> str:
-        """Return why there must be no new link to `peer`, "" if there may."""
+        """Return why there must be no new link to `peer`, "" if there may be."""
         if peer in self._gone:
             return "is lost to this job"
         if peer == self._node or (peer in self._channels and peer not in self._addresses):
             return "is linked already"
-        return "" if self._known is None or peer in self._known else "was not admitted to this job (deadpool join)"
+        admitted = not self._addresses or peer in self._addresses
+        return "" if admitted else "was not admitted to this job (deadpool join)"
 
     async def _entertain(self, sock: socket.socket) -> None:
         """Answer a guest; link it if it is admitted. A promised link that fails is a lost one."""
         if (admitted := await join_protocol.serve(sock, self._on_guest, self._is_new)) is None:
             return
         hello, answer = admitted
-        self._expect(hello.node, hello.control)
+        self._addresses[hello.node] = hello.control
         try:
             with closed_on_error(sock):
                 await put(sock, answer)
@@ -163,15 +160,9 @@ class ControlMesh:
         await self._attach(sock, hello.node)
 
     def _is_new(self, node: NodeId) -> bool:
-        return node not in (self._known or set()) | self._gone | self._channels.keys() | {self._node}
-
-    def _expect(self, node: NodeId, address: Address) -> None:
-        """Let `node` be linked from now on."""
-        self._known = (self._known or set()) | {node}
-        self._addresses[node] = address
+        return node not in self._addresses.keys() | self._gone | self._channels.keys() | {self._node}
 
     def _is_wanted(self, node: NodeId) -> bool:
-        """Return whether there may be a link to `node` now."""
         return not self._closing and node not in self._gone
 
     # ---- one link
@@ -228,7 +219,7 @@ class ControlMesh:
             self.silent.add(peer)
         self._on_lost(peer, reason)
         if silent:
-            self._asking[peer] = self._tasks.start(self._ask_still(peer, reason))
+            self._attempts[peer] = self._tasks.start(self._ask_still(peer, reason))
 
     async def _dial(self, node: NodeId) -> None:
         """Makes a link to `node`, or asks it to, if it is larger. Raises: as `join_protocol.dial`."""
@@ -244,8 +235,8 @@ class ControlMesh:
 
     def _renew(self, peer: NodeId, channel: ReliableChannel, reason: str, after_s: float = 0.0) -> None:
         """Makes the link of `channel` again, unless that is under way. `reason`: why it has ended."""
-        if peer not in self._renewing:
-            self._renewing[peer] = self._tasks.start(self._make_again(peer, channel, reason, after_s))
+        if peer not in self._attempts:
+            self._attempts[peer] = self._tasks.start(self._make_again(peer, channel, reason, after_s))
 
     async def _make_again(self, peer: NodeId, channel: ReliableChannel, reason: str, after_s: float) -> None:
         why, silent, again_s = "no answer", True, _AGAIN_S
@@ -269,7 +260,7 @@ class ControlMesh:
         except TransportError as error:  # somebody else is there
             why, silent = str(error), False
         # Nothing is awaited between the last look at the link and the end of this.
-        self._renewing.pop(peer, None)
+        self._attempts.pop(peer, None)
         if channel.connection is not None:
             _log.warning("the link to node %d had ended (%s) and was made again", peer, reason)
         elif self._is_wanted(peer):
@@ -313,10 +304,8 @@ class ControlMesh:
 
         Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused.
         """
-        others = set(table) - {self._node}
-        self._known, self._connecting = self._known or set(), True
-        for node in others:
-            self._expect(node, table[node])
+        others, self._connecting = set(table) - {self._node}, True
+        self._addresses |= table
         older = sorted((node for node in others if node < self._node), reverse=True)
         dials = [asyncio.create_task(self._dial_until_linked(node)) for node in older]
         dials += [asyncio.create_task(self._lose_if_gone(node, len(table))) for node in sorted(others)]
@@ -395,7 +384,7 @@ class ControlMesh:
         except (OSError, EOFError) as error:
             raise ConnectionClosed(f"node {node} at {address[0]}:{address[1]} does not answer: {error!r}") from error
         if isinstance(answer, Admitted):
-            self._expect(node, address)
+            self._addresses[node] = address
             await self._attach(sock, node)
         else:
             sock.close()
@@ -412,9 +401,8 @@ class ControlMesh:
         """Ends the link to `node`, what is queued for it going first within a short deadline, and accepts none from it
         any more: it is lost to the world."""
         self._gone.add(node)
-        for tasks in (self._renewing, self._asking):
-            if (task := tasks.pop(node, None)) is not None:
-                task.cancel()
+        if (attempt := self._attempts.pop(node, None)) is not None:
+            attempt.cancel()
         channel = self._channels.get(node)
         if channel is not None and channel.connection is not None:
             channel.connection.close()

@@ -255,8 +255,8 @@ def test_a_host_that_answers_no_more_is_said_to_be_silent_until_it_is_dropped() 
                     assert "no answer" in await asyncio.wait_for(first.still_silent.get(), WAIT_S)
                 assert second.still_silent.empty(), "it gets a connection"
                 first.mesh.drop(1)
-                asking = first.mesh._asking
-                assert not asking
+                attempts = first.mesh._attempts
+                assert not attempts
 
     run(scenario)
 
