@@ -1,9 +1,8 @@
-"""All nodes meet once at MASTER_ADDR:MASTER_PORT and exchange addresses.
+"""The rendezvous: all nodes meet once at MASTER_ADDR:MASTER_PORT and exchange addresses.
 
-Rules of this file: node 0 listens, the others dial until it answers; everyone gets the same table; then nobody
-depends on that host any more. Node 0 listens on every interface, because a host's own name may resolve to a loopback
-address on it; the socket lives only for the meeting, and peers prove the secret first. Whether the hellos fit
-together (versions, configuration) is for the caller to judge.
+Rules of this file: node 0 listens, the others dial until it answers; everyone gets the same table; then nobody depends
+on that host any more. Node 0 listens on every interface, because a host's own name may resolve to a loopback address on
+it. Whether the hellos fit together (versions, configuration) is for the caller to judge.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import errno
 import hashlib
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -47,9 +46,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     nonce: str = ""
     """Drawn anew by every process, so that no two jobs have the same hellos."""
     launch: str = ""
-    """The launch that started it, "" if it has no name: plain `deepspeed` gives its hosts nothing that differs from one
-    start to the next, and Slurm's job and step may differ between hosts of one start. A later launch has a larger one.
-    """
+    """The launch that started it; a later one is larger. "" if it has no name: plain `deepspeed` gives its hosts
+    nothing that differs from start to start, and Slurm's job and step may differ between hosts of one start."""
 
 
 def job_id(hellos: Sequence[Hello]) -> str:
@@ -81,11 +79,12 @@ async def meet(
     Raises: TransportError naming the nodes that did not come in time; PeerRefused if node 0 has another secret
     (node 0 itself goes on waiting, and names those it refused at its deadline).
     """
+    master = (master_addr, master_port)
     if hello.node == 0:
-        return await _Host(nodes_total, (master_addr, master_port), hello, credentials).wait(timeout_s)
+        return await _Host(nodes_total, master, hello, credentials).wait(timeout_s)
     try:
         async with asyncio.timeout(timeout_s * 1.05 + 1.0):
-            return await _join((master_addr, master_port), hello, credentials)
+            return await _join(master, hello, credentials)
     except TimeoutError as error:
         raise TransportError(
             f"node {hello.node} was not given the address table by node 0 at {master_addr}:{master_port} in "
@@ -98,12 +97,11 @@ class _Host:
     """Node 0's side: collects hellos, then hands out the table."""
 
     def __init__(self, nodes_total: int, address: Address, hello: Hello, credentials: Credentials) -> None:
-        self._nodes_total, self._address, self._credentials = nodes_total, address, credentials
+        self._nodes_total, self._address, self._hello, self._credentials = nodes_total, address, hello, credentials
         self._where = f"{address[0]}:{address[1]}"
         self._hellos: dict[NodeId, Hello] = {0: hello}
         self._socks: dict[NodeId, socket.socket] = {}
         self._changed = asyncio.Event()
-        self._refused: dict[str, str] = {}
         self._superseded = ""
         """The host of a later launch that has come here."""
 
@@ -113,10 +111,9 @@ class _Host:
             Listener(await self._listen(), PURPOSE, self._credentials, 0, self._greet, _log.warning),
             Tasks(),
         )
-        self._refused = listener.refused
         tasks.start(listener.serve(tasks))
         try:
-            table = await self._table(timeout_s)
+            table = await self._table(timeout_s, listener.refused)
             await self._tell_all(_Table(table))
             return table
         except TransportError as failure:
@@ -128,7 +125,7 @@ class _Host:
             for sock in self._socks.values():
                 sock.close()
 
-    async def _table(self, timeout_s: float) -> list[Hello]:
+    async def _table(self, timeout_s: float, refused: Mapping[str, str]) -> list[Hello]:
         saying = asyncio.create_task(self._say_who_is_missing())
         try:
             async with asyncio.timeout(timeout_s):
@@ -136,10 +133,10 @@ class _Host:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
-            refused = "".join(f"; {reason}" for reason in self._refused.values())
+            reasons = "".join(f"; {reason}" for reason in refused.values())
             raise TransportError(
                 f"only {len(self._hellos)} of {self._nodes_total} nodes met at {self._where} in {timeout_s:g} s, "
-                f"missing: node {self._missing()}{refused}",
+                f"missing: node {self._missing()}{reasons}",
                 remedy="look at the output of the missing nodes' hosts",
             ) from error
         finally:
@@ -158,7 +155,7 @@ class _Host:
             try:
                 return listening("", self._address[1])
             except OSError as error:
-                is_taken = error.errno == errno.EADDRINUSE and self._hellos[0].launch
+                is_taken = error.errno == errno.EADDRINUSE and self._hello.launch
                 if not is_taken or loop_time() >= deadline:
                     raise TransportError(
                         f"node 0 cannot listen at MASTER_PORT {self._address[1]}: {error}",
@@ -166,7 +163,7 @@ class _Host:
                     ) from error
             with contextlib.suppress(TransportError, OSError, EOFError):
                 async with asyncio.timeout(_RETRY_S * 5):
-                    await _ask(self._address, self._hellos[0], self._credentials)
+                    await _ask(self._address, self._hello, self._credentials)
             await asyncio.sleep(_RETRY_S)
 
     def _missing(self) -> str:
@@ -179,42 +176,35 @@ class _Host:
 
     async def _greet(self, sock: socket.socket, peer: NodeId) -> None:
         """Take in the host that has come. Raises: PeerRefused, TransportError, OSError, EOFError."""
+
+        def refusal(reason: str, remedy: str = "") -> PeerRefused:
+            return PeerRefused(reason, remedy=remedy, address=address)
+
         address = remote_name(sock)
         with closed_on_error(sock):
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello: Hello = await take(sock, Hello)
-            await self._compare(sock, hello)
+            ours, where = self._hello.launch, f"{hello.host} (node {hello.node})"
+            if hello.launch and ours and hello.launch > ours:  # of two launches the earlier one ends
+                self._superseded = hello.host
+                self._changed.set()
+                raise ConnectionClosed(f"{address} is of a later launch")
+            if hello.launch and ours and hello.launch < ours:
+                await put(sock, _Failed(f"{where} is of an earlier launch, and another one has begun"))
+                raise refusal(f"processes of an earlier launch still wait at {where}: they are told to end")
             if hello.node != peer or not 0 < peer < self._nodes_total:
-                raise PeerRefused(
-                    f"refused {address}: it is node {hello.node}", f"1..{self._nodes_total - 1}", address=address
-                )
+                raise refusal(f"refused {address}: it is node {hello.node}; expected 1..{self._nodes_total - 1}")
             if self._hellos.setdefault(peer, hello) != hello:
                 other = self._hellos[peer].host
-                raise PeerRefused(
+                raise refusal(
                     f"refused {address}: node {peer} is here already, from {other}",
-                    remedy="give every host its own --node_rank; if processes of an earlier start still wait on "
+                    "give every host its own --node_rank; if processes of an earlier start still wait on "
                     f"{other}, end them or choose another --master_port",
-                    address=address,
                 )
         if peer in self._socks:
             self._socks[peer].close()
         self._socks[peer] = sock
         self._changed.set()
-
-    async def _compare(self, sock: socket.socket, hello: Hello) -> None:
-        """Let nobody of another launch in: of the two the earlier one ends. Raises: PeerRefused, ConnectionClosed."""
-        ours, address = self._hellos[0].launch, remote_name(sock)
-        if not (hello.launch and ours) or hello.launch == ours:
-            return
-        if hello.launch > ours:
-            self._superseded = hello.host
-            self._changed.set()
-            raise ConnectionClosed(f"{address} is of a later launch")
-        where = f"{hello.host} (node {hello.node})"
-        await put(sock, _Failed(f"{where} is of an earlier launch, and another one has begun"))
-        raise PeerRefused(
-            f"processes of an earlier launch still wait at {where}: they are told to end", address=address
-        )
 
     async def _tell_all(self, answer: _Table | _Failed) -> None:
         body = msgspec.msgpack.encode(answer)
@@ -230,24 +220,23 @@ class _Host:
 
 
 async def _join(master: Address, hello: Hello, credentials: Credentials) -> list[Hello]:
-    say_at: float | None = loop_time() + SAY_AFTER_S
+    say_at, said = loop_time() + SAY_AFTER_S, False
     while True:
         try:
             answer = await _ask(master, hello, credentials)
         except (ConnectionClosed, OSError, EOFError) as error:  # node 0 is not there yet, or was started again
-            if say_at is not None and loop_time() >= say_at:
-                hint = ""
+            if not said and loop_time() >= say_at:
+                said, hint = True, ""
                 with contextlib.suppress(OSError, TransportError):
                     # deepspeed takes the first address of `hostname -I`, which every host may have (docker0, virbr0).
                     if address_towards(*master) == socket.getaddrinfo(*master)[0][4][0]:
                         hint = "; that is an address of this host, too: give --master_addr"
                 _log.warning("node %d: node 0 at %s:%d does not answer yet (%s)%s", hello.node, *master, error, hint)
-                say_at = None
             await asyncio.sleep(_RETRY_S)
             continue
         if isinstance(answer, _Failed):
             raise TransportError(f"node 0 gave up: {answer.reason}")
-        return list(answer.hellos)
+        return answer.hellos
 
 
 async def _ask(master: Address, hello: Hello, credentials: Credentials) -> _Table | _Failed:

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 def listen_unix(name: str) -> socket.socket:
-    """Listen at an abstract Unix socket; `name` must be the job's own (it is visible to the whole host)."""
+    """Listen at an abstract name, the job's own: the whole host sees it. Raises: TransportError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with closed_on_error(sock):
@@ -52,7 +52,7 @@ def listen_unix(name: str) -> socket.socket:
 
 
 def connect_unix(name: str) -> socket.socket:
-    """Connect to the listener `name` of the same user."""
+    """Connect to the listener `name`, which must be the same user's. Raises: ConnectionClosed, PeerRefused."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with closed_on_error(sock):
@@ -121,8 +121,7 @@ class LocalConnection:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
-        self._sock = sock
-        self._send_lock = threading.Lock()
+        self._sock, self._send_lock = sock, threading.Lock()
 
     @classmethod
     def to(cls, name: str) -> LocalConnection:
@@ -133,9 +132,9 @@ class LocalConnection:
         return self._sock.fileno()
 
     def send(self, message: LocalMessage, fds: Sequence[int] = ()) -> None:
-        """Sends `message` and duplicates of `fds` (the caller keeps its own).
+        """Sends `message` and duplicates of `fds` (the caller keeps its own). Blocks: while the other end does not read.
 
-        Blocks: while the other end does not read.
+        Raises: ConnectionClosed.
         """
         frame = _packed(message)
         try:
@@ -147,9 +146,9 @@ class LocalConnection:
             raise ConnectionClosed(f"the local connection is closed: {error}") from error
 
     def recv(self) -> tuple[AnyLocalMessage, list[int]]:
-        """Receive a message and its descriptors, which then belong to the caller.
+        """Receive a message and its descriptors, which then belong to the caller. Blocks: until it is here.
 
-        Raises: ConnectionClosed at the end of the stream. Blocks: until the message is here.
+        Raises: ConnectionClosed at the end of the stream.
         """
         fds: list[int] = []
         try:
@@ -178,10 +177,9 @@ class LocalConnection:
 
 
 class LocalPeer:
-    """The agent's end of one connection. Thread: the event loop's only.
+    """The agent's end of one connection; a peer that breaks the protocol, or lets its backlog overflow, is cut off.
 
-    A peer that breaks the protocol, or lets its backlog overflow, is cut off. `pid` is the process at the other end;
-    `tag` is the owner's to use.
+    `pid` is the process at the other end; `tag` is the owner's to use. Thread: the event loop's only.
     """
 
     def __init__(self, sock: socket.socket, pid: int, server: LocalServer) -> None:
@@ -198,18 +196,13 @@ class LocalPeer:
         self._loop.add_reader(sock, self._read)
 
     def send(self, message: LocalMessage, fds: Sequence[int] = ()) -> None:
-        """Queues `message` and duplicates of `fds`; dropped if the connection has ended (on_closed tells, once all that
-        the other end had said is handled).
-
-        Blocks: never.
-        """
+        """Queues `message` and duplicates of `fds`. Dropped if the connection has ended: on_closed tells, once all that
+        the other end had said is handled. Blocks: never."""
         if self.closed:
             return
-        frame = _packed(message)
-        copies: list[int] = []
+        frame, copies = _packed(message), list[int]()
         try:
-            for fd in fds:
-                copies.append(os.dup(fd))
+            copies.extend(map(os.dup, fds))
         except OSError as error:  # too many open files: this process cannot be served, the others can
             close_descriptors(copies)
             self._server.refused(f"process {self.pid}", f"cannot send a descriptor to process {self.pid}: {error}")
@@ -271,8 +264,8 @@ class LocalPeer:
         self._drained.set()
 
     def read_rest(self) -> None:
-        """Handle what has arrived by now, the end of the connection included. Not to be called while one of this peer's
-        messages is being handled. Blocks: never."""
+        """Handle what has arrived by now, the end of the connection included; not while one of this peer's messages is
+        being handled. Blocks: never."""
         while not self.closed and self._read():
             pass
 
@@ -303,7 +296,7 @@ class LocalServer:
     """Accepts local connections for as long as the running event loop runs. Thread: the event loop's only.
 
     Args:
-        sock: a listening socket (`listen_unix`).
+        sock: of `listen_unix`.
         on_message: gets (peer, message, descriptors); the descriptors belong to the callee.
         on_closed: called once when a connection ends from the other side or by an error, not after `LocalPeer.close`.
         on_refused: gets a sentence about a connection that was refused or broke the protocol.
@@ -324,11 +317,7 @@ class LocalServer:
         self._refused: set[str] = set()
         self._sock = sock
         self.on_message, self.on_closed, self._on_refused = on_message, on_closed, on_refused
-        self._listen()
-
-    def _listen(self) -> None:
-        if self._sock.fileno() >= 0:
-            asyncio.get_running_loop().add_reader(self._sock, self._accept)
+        asyncio.get_running_loop().add_reader(sock, self._accept)
 
     def _accept(self) -> None:
         try:
@@ -339,7 +328,7 @@ class LocalServer:
             self.refused("", f"cannot accept a local connection: {error}; it is tried again")
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._sock)
-            loop.call_later(RETRY_S, self._listen)
+            loop.call_later(RETRY_S, lambda: self._sock.fileno() < 0 or loop.add_reader(self._sock, self._accept))
             return
         try:
             pid = _check_same_user(sock, "the local socket")
@@ -357,8 +346,7 @@ class LocalServer:
     def refused(self, peer: str, reason: str) -> None:
         """Say that something was refused: once for each of the first peers, and then at each power of ten."""
         self._refusals += 1
-        is_new = peer not in self._refused and len(self._refused) < REFUSALS_SAID
-        if is_new:
+        if peer not in self._refused and len(self._refused) < REFUSALS_SAID:
             self._refused.add(peer)
             self._on_refused(reason)
         elif self._refusals >= 10 and str(self._refusals).strip("0") == "1":
