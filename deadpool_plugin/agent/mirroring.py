@@ -108,7 +108,7 @@ class Mirroring:
     def adopt(self, profile: local.RankReady) -> None:
         """Keep what a stand-in for a rank that runs here must know."""
         self.profiles[profile.rank] = profile
-        self._store.records.put_recording(profile.rank, msgspec.msgpack.encode(profile))
+        self._store.recordings[profile.rank] = msgspec.msgpack.encode(profile)
 
     def check_memory(self, profile: local.RankReady, node: NodeId) -> None:
         """Check the memory for what `node` runs and mirrors, as if all ranks were like this one.
@@ -135,13 +135,13 @@ class Mirroring:
         except TransportError as error:
             self._node.feed(api.WorkerLost(rank, f"its arena is damaged: {error}"))
             return
-        self._store.records.append(rank, step, message.records)
+        self._store.history(rank).append(step, message.records)
         self._node.feed(api.SnapshotHeld(holding, generation))
         self._push_snapshot(rank, step, generation, message.records)
 
     def mirror_again(self, rank: Rank, step: Step, generation: Generation) -> None:
         """Send the restore step and the recording to the buddies after a swap (they say so if they hold them)."""
-        records = self._store.records.get(rank, step, step)[0]
+        records = self._store.history(rank).get(step, step)[0]
         holding = Holding(rank, step, True, self.profiles[rank].replicas, self._store.paired(rank, step))
         self._node.feed(api.SnapshotHeld(holding, generation))
         self._push_recording(rank)
@@ -167,8 +167,9 @@ class Mirroring:
             return
         warn_bytes = HISTORY_WARN_AT * self._node.config.history_limit_bytes
         for rank in ranks:
-            full = self._store.records.history_range(rank)[0] > 0
-            fills = step % HISTORY_LOOK_STEPS == 0 and self._store.records.history_bytes(rank) >= warn_bytes
+            history = self._store.history(rank)
+            full = history.first > 0
+            fills = step % HISTORY_LOOK_STEPS == 0 and history.held_bytes >= warn_bytes
             if (full or fills) and full not in self._history_said:
                 self._history_said.add(full)
                 self._node.reports.emit(events.HistoryFilling(rank=rank, step=step, full=full))
@@ -247,14 +248,14 @@ class Mirroring:
 
     async def recording(self, source: NodeId, rank: Rank) -> bytes:
         """Get the recording of `rank`, from here if it is here, else from `source`. Raises: DeadpoolError."""
-        if source == self._node.id or self._store.records.has_recording(rank):
-            return self._store.records.get_recording(rank)
+        if source == self._node.id or rank in self._store.recordings:
+            return self._store.recording(rank)
         return await self._ask(lambda: self._node.host.bulk.get_recording(source, rank), source)
 
     async def records(self, source: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
         """Get the call records of first..last, from `source`. Raises: TransportError, HistoryPruned."""
         if source == self._node.id:
-            return self._store.records.get(rank, first, last)
+            return self._store.history(rank).get(first, last)
         return await self._ask(lambda: self._node.host.bulk.get_history(source, rank, first, last), source)
 
     async def refill(self, source: Source, step: Step) -> None:

@@ -170,8 +170,8 @@ class TakeOvers:
             finally:
                 fetching.cancel()
         self._mirroring.adopt(rehearsal.profile)
-        if store.records.history_range(rank)[1] != step:
-            store.records.put_history(rank, rehearsal.history.upto(step))
+        if store.history(rank).last != step:
+            store.histories[rank] = rehearsal.history.upto(step)
         self._hold(plan, rank)
 
     def _hold(self, plan: SwapPlan, rank: Rank) -> None:

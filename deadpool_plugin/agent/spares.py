@@ -95,7 +95,7 @@ class Spares:
 
     def replace(self, slot: Slot) -> None:
         """Rehearse the rank of a slot that has lost its process, while the others agree on what to do."""
-        if self._node.host.store.records.has_recording(slot.rank):
+        if slot.rank in self._node.host.store.recordings:
             self._start(slot, slot.rank, self._node.id)
 
     def _start(self, slot: Slot, rank: Rank, source: NodeId) -> None:

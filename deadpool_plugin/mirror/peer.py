@@ -143,12 +143,10 @@ class BulkPeer:
 
     def _records(self, push: SnapshotPush, history_last: Step) -> list[bytes]:
         """Get records that end at the pushed step and close the peer's gap, as far back as they are held."""
-        held_first, held_last = self._store.records.history_range(push.rank)
-        if held_last < push.step - 1 or held_first >= push.step or held_first < 0:
-            return [push.records]
-        with contextlib.suppress(HistoryPruned):  # just now, by another thread: the peer's history begins anew
-            earlier = self._store.records.get(push.rank, max(held_first, history_last + 1), push.step - 1)
-            return [*earlier, push.records]
+        history = self._store.history(push.rank)
+        if 0 <= (first := history.first) < push.step <= history.last + 1:
+            with contextlib.suppress(HistoryPruned):  # just now, by another thread: the peer's history begins anew
+                return [*history.get(max(first, history_last + 1), push.step - 1), push.records]
         return [push.records]
 
     # ---- connections

@@ -107,9 +107,9 @@ class BulkServer:
                     store.put_recording(request.rank, request.recording, request.generation)
                     stream.send(wire.Done())
                 case wire.GetRecording():
-                    stream.send(wire.Blob(store.records.get_recording(request.rank)))
+                    stream.send(wire.Blob(store.recording(request.rank)))
                 case wire.GetHistory():
-                    stream.send_records(store.records.get(request.rank, request.first, request.last))
+                    stream.send_records(store.history(request.rank).get(request.first, request.last))
                 case wire.GetHeader():
                     stream.send(wire.Blob(store.readable(request.rank, request.step, payload=False).encoded))
                 case wire.GetPayload():
@@ -163,8 +163,8 @@ class BulkServer:
         stream.generation = generation
         try:
             store.check_generation(generation)  # a fence that has come before cuts nothing here
-            first, last = store.records.history_range(push.rank)
-            stream.send(wire.Ready(min(last, push.step - 1) if first < push.step else -1))
+            history = store.history(push.rank)
+            stream.send(wire.Ready(min(history.last, push.step - 1) if history.first < push.step else -1))
             records = stream.recv_records()
             sums = stream.recv_payload(pair.payload(push.step)[:size], lambda: store.check_generation(generation))
             holding = Holding(push.rank, push.step, push.with_payload, push.replicas, header.paired)

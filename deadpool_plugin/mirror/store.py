@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from os import uname
 
 import xxhash
 
-from ..core.types import Digest, Generation, Holding, Rank, Step
+from ..core.types import NO_STEP, Digest, Generation, Holding, Rank, Step
 from ..errors import DeadpoolError, StaleGeneration, TransportError
 from .arena import SlotPair, Snapshot, free
 from .memory import SlotMaker, goes_on
-from .records import CallRecords, NotHeld
+from .records import CallHistory, NotHeld
 
 WRITER_TIMEOUT_S = 10.0
 
@@ -42,7 +41,10 @@ class SnapshotStore:
     """
 
     def __init__(self, history_limit_bytes: int = 256 << 20, headroom_bytes: int = 0) -> None:
-        self.records, self.maker = CallRecords(history_limit_bytes), SlotMaker(headroom_bytes)
+        self.maker, self._history_limit_bytes = SlotMaker(headroom_bytes), history_limit_bytes
+        self.recordings: dict[Rank, bytes] = {}
+        """What the ranks' start-up collectives gave, for those who rehearse them."""
+        self.histories: dict[Rank, CallHistory] = {}
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
         self._generation: Generation = 0
@@ -53,9 +55,8 @@ class SnapshotStore:
         self._mirrored: dict[Rank, SlotPair] = {}
         self._prepared: dict[Rank, SlotPair] = {}
         self._holdings: dict[tuple[Rank, Step], Holding] = {}
-        self._writers: defaultdict[Rank, threading.Lock] = defaultdict(threading.Lock)
-        self._makers: defaultdict[Rank, threading.Lock] = defaultdict(threading.Lock)
-        """For making own slots: two makers would take their memory twice."""
+        self._writers: dict[Rank, threading.Lock] = {}
+        self._makers: dict[Rank, threading.Lock] = {}
 
     # ---- the generation fence
 
@@ -103,7 +104,7 @@ class SnapshotStore:
         """Keeps a recording that another node sends in `generation`. Raises: StaleGeneration if that is over."""
         with self._lock:
             self.check_generation(generation)
-            self.records.put_recording(rank, recording)
+            self.recordings[rank] = recording
 
     # ---- what is held
 
@@ -116,12 +117,22 @@ class SnapshotStore:
 
     def holds(self, rank: Rank) -> bool:
         """Return whether slots or a recording of `rank` take memory here."""
-        return self._pair(rank) is not None or self.records.has_recording(rank)
+        return self._pair(rank) is not None or rank in self.recordings
 
     def ranks(self) -> list[Rank]:
         """List the ranks of which anything is here: few, however many ranks the job has."""
         with self._lock:
-            return sorted({*self._own, *self._mirrored, *self.records.ranks})
+            recorded = {rank for rank, history in tuple(self.histories.items()) if history.last != NO_STEP}
+            return sorted({*self._own, *self._mirrored, *self.recordings, *recorded})
+
+    def recording(self, rank: Rank) -> bytes:
+        """Raises: NotHeld."""
+        if (recording := self.recordings.get(rank)) is None:
+            raise NotHeld(f"no recording of rank {rank} is held here; held: {sorted(self.recordings)}")
+        return recording
+
+    def history(self, rank: Rank) -> CallHistory:
+        return self.histories.setdefault(rank, CallHistory(self._history_limit_bytes))
 
     def _pair(self, rank: Rank) -> SlotPair | None:
         return self._own.get(rank) or self._mirrored.get(rank)
@@ -172,12 +183,13 @@ class SnapshotStore:
         """Rolls back to `step`: forgets later holdings and records; own slots are left to the worker."""
         with self._lock:
             self._forget(rank, lambda held: held > step)
-            self.records.truncate(rank, step)
+            self.history(rank).truncate(step)
 
     def release(self, rank: Rank) -> None:
         """Frees everything held for a rank that is neither run nor mirrored here any more."""
         with self._lock:
-            self.records.forget(rank)
+            self.recordings.pop(rank, None)
+            self.histories.pop(rank, None)
             self._release_slots(rank)
 
     def _release_slots(self, rank: Rank) -> None:
@@ -252,7 +264,7 @@ class SnapshotStore:
         Args: going_on: called again and again while new ones are made; what it raises ends that.
         Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
         """
-        with self._makers[rank]:
+        with self._maker(rank):
             with self._lock:
                 pair = self._prepared.pop(rank, None)
             if pair is not None:
@@ -260,6 +272,10 @@ class SnapshotStore:
                     return pair
                 pair.close()
             return self.maker.make(rank, header_bytes, payload_bytes, going_on)
+
+    def _maker(self, rank: Rank) -> threading.Lock:
+        """Return the lock for making own slots: two makers would take their memory twice."""
+        return self._makers.setdefault(rank, threading.Lock())
 
     def adopt_own(self, pair: SlotPair, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
         """Make slots with `step` in them their rank's own. At every moment either they or the mirror they replace is
@@ -284,7 +300,7 @@ class SnapshotStore:
 
         Raises, Blocks: as `make_own`.
         """
-        with self._makers[rank]:
+        with self._maker(rank):
             self.put_back(self.maker.make(rank, header_bytes, payload_bytes))
 
     def put_back(self, pair: SlotPair) -> None:
@@ -305,7 +321,7 @@ class SnapshotStore:
     @contextlib.contextmanager
     def writing(self, rank: Rank, timeout_s: float = WRITER_TIMEOUT_S) -> Iterator[None]:
         """Excludes other writers of the rank's mirror. Raises: TransportError if one does not end in time."""
-        writer = self._writers[rank]
+        writer = self._writers.setdefault(rank, threading.Lock())
         if not writer.acquire(timeout=timeout_s):
             raise TransportError(f"another transfer of rank {rank} still runs after {timeout_s:g} s")
         try:
@@ -379,7 +395,7 @@ class SnapshotStore:
             pair.seal_encoded(step, encoded)
             self._hold(holding)
             pair.sums[step % 2] = (xxhash.xxh3_64_intdigest(encoded), sums)
-            self.records.append(rank, step, *records)
+            self.history(rank).append(step, *records)
 
     def already_mirrored(self, rank: Rank, step: Step, digest: int, payload: bool) -> Holding | None:
         """Return the holding, if just this snapshot (by its header's digest) is mirrored here already."""

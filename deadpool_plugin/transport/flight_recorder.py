@@ -22,8 +22,6 @@ GROUPS_MAX = 63
 stages, two optimizer instances, hierarchical and hybrid CP and Gloo twins, on 1,024 ranks; hybrid CP adds one each time
 the data ranks double. DeepSpeed's own are fewer: two each for the expert sizes and tied layers, and some 20 more."""
 _ENTRY_BYTES = 1024
-
-
 AREA_BYTES = (GROUPS_MAX + 1) * _ENTRY_BYTES
 _HEAD = struct.Struct("<QQ")  # generation, groups
 _NAME = struct.Struct("<56s")
@@ -54,7 +52,7 @@ class GroupRecord:
             _CUT.pack_into(self._entry, _CUTS_AT + cut * _CUT.size, -1, 0, 0)
 
     def note(self, code: int) -> None:
-        """Records one more collective. Costs well under a microsecond."""
+        """Records one more collective, in well under a microsecond."""
         count = self.count
         _CODE.pack_into(self._entry, _RING_AT + count % RECENT * 8, code)
         self.count = count = count + 1
@@ -62,7 +60,7 @@ class GroupRecord:
         _NOW.pack_into(self._entry, _NOW_AT, count, digest, count ^ digest)
 
     def cut(self, step: Step) -> int:
-        """Records the cut of `step`. Returns: this group's part of the rank's sum."""
+        """Records the cut of `step`. Returns: the group's part of the rank's sum."""
         _CUT.pack_into(self._entry, _CUTS_AT + step % 2 * _CUT.size, step, self.count, self.digest)
         return self._factor * self.digest & MASK
 
@@ -93,7 +91,6 @@ def read_calls(area: memoryview, generation: Generation) -> tuple[GroupCalls, ..
 
 
 def _entry(area: memoryview, number: int) -> memoryview:
-    """Return the memory of group `number`, empty if there is no room for it."""
     return area[number * _ENTRY_BYTES : (number + 1) * _ENTRY_BYTES]
 
 

@@ -109,7 +109,7 @@ def tune(sock: socket.socket, silent_after_s: float) -> None:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Find the address of this host's interface that leads to `host`, by which others reach us. Sends nothing."""
+    """Find the address of this host's interface that leads to `host`; sends nothing. Raises: TransportError."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:

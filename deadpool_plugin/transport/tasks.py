@@ -11,8 +11,7 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """Running tasks, in the order in which they began: the loop alone would not keep them alive. Who starts one minds
-    its errors. Thread: the event loop's only."""
+    """Running tasks, which the loop alone would not keep alive. Who starts one minds its errors. Thread: the loop's."""
 
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[None], None] = {}

@@ -132,9 +132,9 @@ class LocalConnection:
         return self._sock.fileno()
 
     def send(self, message: LocalMessage, fds: Sequence[int] = ()) -> None:
-        """Sends `message` and duplicates of `fds` (the caller keeps its own). Blocks: while the other end does not read.
+        """Sends `message` and duplicates of `fds` (the caller keeps its own). Raises: ConnectionClosed.
 
-        Raises: ConnectionClosed.
+        Blocks: while the other end does not read.
         """
         frame = _packed(message)
         try:
@@ -170,7 +170,7 @@ class LocalConnection:
         return bytes(data)
 
     def close(self) -> None:
-        """Ends the connection; a `recv` blocked in another thread raises ConnectionClosed."""
+        """Ends the connection, also for a `recv` blocked in another thread."""
         with contextlib.suppress(OSError):  # the other end is gone already
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -221,7 +221,7 @@ class LocalPeer:
         await self._drained.wait()
 
     def close(self) -> None:
-        """Ends the connection at once; what is still queued is dropped, and on_closed is not called."""
+        """Drops what is still queued and ends the connection; on_closed is not called."""
         if not self.closed:
             self.closed = True
             self._drop_queue()
@@ -317,7 +317,11 @@ class LocalServer:
         self._refused: set[str] = set()
         self._sock = sock
         self.on_message, self.on_closed, self._on_refused = on_message, on_closed, on_refused
-        asyncio.get_running_loop().add_reader(sock, self._accept)
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._sock.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._sock, self._accept)
 
     def _accept(self) -> None:
         try:
@@ -328,7 +332,7 @@ class LocalServer:
             self.refused("", f"cannot accept a local connection: {error}; it is tried again")
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._sock)
-            loop.call_later(RETRY_S, lambda: self._sock.fileno() < 0 or loop.add_reader(self._sock, self._accept))
+            loop.call_later(RETRY_S, self._listen)
             return
         try:
             pid = _check_same_user(sock, "the local socket")

@@ -53,7 +53,7 @@ class Bodies:
         pair.payload(step)[:] = content(rank, step)
         pair.seal(step, generation, "layout", b"scalars")
         store.staged(rank, step, generation, (rank,))
-        store.records.append(rank, step, b"records %d" % step)
+        store.history(rank).append(step, b"records %d" % step)
 
     async def push(self, source: NodeId, target: NodeId, rank: Rank, step: Step, **other: Any) -> None:
         arguments: dict[str, Any] = {

@@ -148,8 +148,8 @@ class Bulk:
         rank, step, generation, store = push.rank, push.step, push.generation, target.store
         size = sent.header.payload_bytes if push.with_payload else 0
         pair = store.begin_mirror(rank, step, generation, sent.pair.header_bytes, size)
-        first, last = store.records.history_range(rank)
-        known = min(last, step - 1) if first < step else -1
+        history = store.history(rank)
+        known = min(history.last, step - 1) if history.first < step else -1
         await self._cross(self._node, target)
         await asyncio.sleep(self._cluster.transfer_s())
         if not (self._node.runs and target.runs):
@@ -169,10 +169,10 @@ class Bulk:
 
     def _records(self, rank: Rank, step: Step, known: Step, records: bytes) -> list[bytes]:
         """As BulkPeer: records that end at `step` and close the other node's gap, as far back as they are held."""
-        first, last = self._store.records.history_range(rank)
-        if last < step - 1 or first >= step or first < 0:
+        history = self._store.history(rank)
+        if not 0 <= history.first < step <= history.last + 1:
             return [records]
-        return [*self._store.records.get(rank, max(first, known + 1), step - 1), records]
+        return [*history.get(max(history.first, known + 1), step - 1), records]
 
     async def push_recording(self, node: NodeId, rank: Rank, generation: Generation, recording: bytes) -> None:
         target = self._at(node)
@@ -189,10 +189,10 @@ class Bulk:
     # ---- questions
 
     async def get_recording(self, node: NodeId, rank: Rank) -> bytes:
-        return (await self._asked(node, lambda holder: [holder.store.records.get_recording(rank)]))[0]
+        return (await self._asked(node, lambda holder: [holder.store.recording(rank)]))[0]
 
     async def get_history(self, node: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
-        return await self._asked(node, lambda holder: holder.store.records.get(rank, first, last))
+        return await self._asked(node, lambda holder: holder.store.history(rank).get(first, last))
 
     async def _asked(self, node: NodeId, look: Callable[[Node], list[bytes]]) -> list[bytes]:
         holder, found = self._at(node), list[bytes]()

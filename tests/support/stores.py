@@ -10,3 +10,9 @@ def free(store: SnapshotStore) -> None:
     store.drop_prepared()
     for rank in store.ranks():
         store.release(rank)
+
+
+def ends(store: SnapshotStore, rank: int) -> tuple[int, int]:
+    """Return the first and last step of which the store has call records of `rank`."""
+    history = store.history(rank)
+    return history.first, history.last

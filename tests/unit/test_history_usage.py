@@ -51,7 +51,7 @@ def test_it_is_said_once_at_four_fifths_and_once_when_it_is_full() -> None:
     mirroring = mirroring_of(store, fed, told)
     for step in range(200):
         for rank in (4, 5):
-            store.records.append(rank, step, bytes(10 if step < 20 else 7))
+            store.history(rank).append(step, bytes(10 if step < 20 else 7))
         mirroring.watch_history((4, 5), step)
     filling, full = told.of(events.HistoryFilling)
     assert (filling.rank, filling.step, filling.full) == (4, 128, False)
@@ -74,7 +74,7 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
     async def scenario() -> Told:
         slot, told, store = Slot(0), Told(), SnapshotStore(history_limit_bytes=100)
         for step in range(30):
-            store.records.append(4, step, bytes(10))
+            store.history(4).append(step, bytes(10))
         slot.process = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
         node = local_node(host(store), fed.append, [slot], node=3, reports=told, patience_s=1.0)
         spares = Spares(node, stand_in(ProcessMonitor), stand_in(Workers), Mirroring(node))

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from support import present
 from support.handshakes import shake
-from support.stores import free
+from support.stores import ends, free
 
 from deadpool_plugin.core import local, messages
 from deadpool_plugin.core.types import Holding
@@ -78,7 +78,7 @@ class Node:
         pair.payload(step)[:] = content(rank if payload_rank is None else payload_rank, step)
         pair.seal(step, generation, "layout", b"scalars of rank %d" % rank)
         self.store.staged(rank, step, generation, (rank,))
-        self.store.records.append(rank, step, b"records %d" % step)
+        self.store.history(rank).append(step, b"records %d" % step)
         return pair
 
     def peer(self, other: "Node", credentials: Credentials = SECRET, silent_after_s: float = WAIT_S) -> BulkPeer:
@@ -243,7 +243,7 @@ def test_what_is_mirrored_before_this_node_has_heard_of_the_decision_is_not_roll
     b.store.enter(1)
     thread.join(WAIT_S)
     assert outcome.get_nowait() == (True, "")
-    assert [held.step for held in b.store.holdings()] == [3, 4] and b.store.records.history_range(0) == (3, 4)
+    assert [held.step for held in b.store.holdings()] == [3, 4] and ends(b.store, 0) == (3, 4)
 
 
 def test_a_generation_that_does_not_begin_here_is_refused_and_tried_again(nodes: list[Node]) -> None:
@@ -341,12 +341,12 @@ def test_missing_history_goes_along(nodes: list[Node]) -> None:
         a.stage(0, step)
     assert push(a.peer(b), 0, 3)[0]
     records = [b"records 1", b"records 2", b"records 3"]
-    assert b.store.records.get(0, 1, 3) == records
+    assert b.store.history(0).get(1, 3) == records
     assert c.peer(b).get_history(0, 1, 3) == records
     with pytest.raises(RefusedByPeer, match="steps 0 to 3 are wanted, held are 1 to 3"):
         c.peer(b).get_history(0, 0, 3)
     a.stage(0, 4)
-    assert push(a.peers[0], 0, 4)[0] and b.store.records.history_range(0) == (1, 4)
+    assert push(a.peers[0], 0, 4)[0] and ends(b.store, 0) == (1, 4)
 
 
 def test_a_history_too_long_for_one_message_goes_along_in_several(
@@ -358,10 +358,10 @@ def test_a_history_too_long_for_one_message_goes_along_in_several(
     record = len(b"records 1")
     monkeypatch.setattr(wire, "MESSAGE_BYTES_MAX", 40 * record)
     monkeypatch.setattr(wire, "RECORDS_BYTES_MAX", 2 * record)
-    assert push(a.peer(b), 0, 5)[0] and b.store.records.history_range(0) == (1, 5)
+    assert push(a.peer(b), 0, 5)[0] and ends(b.store, 0) == (1, 5)
     a.stage(0, 6)
-    assert push(a.peers[0], 0, 6)[0] and b.store.records.history_range(0) == (1, 6)
-    assert b.store.records.get(0, 1, 6) == [b"records %d" % step for step in range(1, 7)]
+    assert push(a.peers[0], 0, 6)[0] and ends(b.store, 0) == (1, 6)
+    assert b.store.history(0).get(1, 6) == [b"records %d" % step for step in range(1, 7)]
     assert c.peer(a).get_history(0, 1, 5) == [b"records %d" % step for step in range(1, 6)]
     monkeypatch.setattr(wire, "RECORDS_BYTES_MAX", 0)
     assert c.peers[0].get_history(0, 1, 5) == [b"records %d" % step for step in range(1, 6)]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, strategies as st
 from support import present
-from support.stores import free
+from support.stores import ends, free
 
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import MemoryShortage, StaleGeneration, TransportError
@@ -39,9 +39,9 @@ def test_a_roll_back_forgets_later_steps_and_records() -> None:
     store = SnapshotStore()
     for step in range(4):
         staged(store, 0, step)
-        store.records.append(0, step, b"records")
+        store.history(0).append(step, b"records")
     store.drop_newer(0, 2)
-    assert [holding.step for holding in store.holdings()] == [2] and store.records.history_range(0) == (0, 2)
+    assert [holding.step for holding in store.holdings()] == [2] and ends(store, 0) == (0, 2)
     store.fence(1)
     with pytest.raises(StaleGeneration, match="generation 0; expected generation 1"):
         store.staged(0, 3, 0, (0,))
@@ -53,11 +53,11 @@ def test_a_roll_back_forgets_later_steps_and_records() -> None:
 def test_only_ranks_of_which_something_is_here_take_part_in_a_roll_back() -> None:
     store = SnapshotStore()
     staged(store, 3, 0)
-    store.records.put_recording(5, b"recording")
-    store.records.append(7, 0, b"records")
+    store.recordings[5] = b"recording"
+    store.history(7).append(0, b"records")
     for rank in range(10):
         store.drop_newer(rank, 0)
-    assert store.records.history_range(9) == (-1, -1)
+    assert ends(store, 9) == (-1, -1)
     assert store.ranks() == [3, 5, 7]
     store.release(3)
     store.release(7)
@@ -82,7 +82,7 @@ def test_a_mirror_keeps_headers_when_it_needs_room_for_payloads() -> None:
     encoded = present(source.sealed(4)).encoded
     small = store.begin_mirror(0, 4, 0, 4096, 0)
     store.finish_mirror(small, encoded, 0, Holding(0, 4, False, (0, 1)), [b"a", b"b"])
-    assert store.records.get(0, 3, 4) == [b"a", b"b"]
+    assert store.history(0).get(3, 4) == [b"a", b"b"]
     large = store.begin_mirror(0, 5, 0, 4096, 64)
     assert large.payload_bytes == 64
     assert store.holdings() == (Holding(0, 4, False, (0, 1)),)
@@ -140,21 +140,21 @@ def test_one_writer_per_rank() -> None:
 
 def test_recordings() -> None:
     store = SnapshotStore()
-    store.records.put_recording(1, b"recording")
-    assert store.records.get_recording(1) == b"recording"
+    store.recordings[1] = b"recording"
+    assert store.recording(1) == b"recording"
     with pytest.raises(NotHeld, match=r"rank 0 .*held: \[1\]"):
-        store.records.get_recording(0)
+        store.recording(0)
     store.fence(2)
     with pytest.raises(StaleGeneration):
         store.put_recording(1, b"of a history that is over", 1)
-    assert store.records.get_recording(1) == b"recording"
+    assert store.recording(1) == b"recording"
 
 
 def test_a_rank_is_held_as_long_as_anything_of_it_takes_memory() -> None:
     store = SnapshotStore()
     staged(store, 0, 1)
     store.begin_mirror(1, 1, 0, 4096, 64)
-    store.records.put_recording(2, b"recording")
+    store.recordings[2] = b"recording"
     assert [rank for rank in range(4) if store.holds(rank)] == [0, 1, 2]
     free(store)
 
