@@ -115,7 +115,7 @@ class BulkPeer:
                 self._stream = self._connect()
             work(self._stream)
         except DeadpoolError as error:
-            # One of our own comes before anything was sent, or with Abandoned: the connection is as good as before.
+            # One of our own comes before anything was sent, or with a Refusal: the connection is as good as before.
             if isinstance(error, TransportError) and not isinstance(error, wire.RefusedByPeer):
                 self._drop_stream()
             raise

@@ -47,7 +47,7 @@ class BulkMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Push(BulkMessage, frozen=True):
-    """Followed, if the answer is Ready, by Records, the payload, and Sealed (or Abandoned). `header`: encoded."""
+    """Followed, if the answer is Ready, by Records, the payload, and Sealed or Refusal. `header`: encoded."""
 
     rank: Rank
     step: Step
@@ -86,15 +86,12 @@ class GetHeader(BulkMessage, frozen=True):
 
 
 class GetPayload(BulkMessage, frozen=True):
-    """Answered by Ready, the payload, and Sealed (or Abandoned)."""
+    """Answered by Ready, the payload, and Sealed or Refusal."""
 
     rank: Rank
     step: Step
     layout_hash: str
     payload_bytes: Count
-
-
-AnyRequest = Push | PushRecording | GetRecording | GetHistory | GetHeader | GetPayload
 
 
 class Ready(BulkMessage, frozen=True):
@@ -108,31 +105,26 @@ class Wait(BulkMessage, frozen=True):
 
 
 class Done(BulkMessage, frozen=True):
-    """The pushed snapshot is held."""
+    """The pushed snapshot or recording is held."""
 
 
-class Refusal(BulkMessage, frozen=True, tag="Refused"):
-    """`in_another_generation`: the asked node is in another one than what was sent."""
+class Refusal(BulkMessage, frozen=True):
+    """The answer is no; or, after a payload: its source changed while it was sent, throw it away.
+
+    `in_another_generation`: the asked node is in another one than what was sent.
+    """
 
     reason: str
     in_another_generation: bool = False
 
 
 class Sealed(BulkMessage, frozen=True):
-    """Sender: the source did not change while it was sent. `sums`: of the payload's frames, as they were sent."""
+    """The source did not change while it was sent. `sums`: of the payload's frames, as they were sent."""
 
     sums: Sums = ()
 
 
-class Abandoned(BulkMessage, frozen=True):
-    """Sender: it did; throw away what was received. Not answered."""
-
-    reason: str
-
-
 class Blob(BulkMessage, frozen=True):
-    """What was asked for."""
-
     content: bytes
 
 
@@ -143,7 +135,8 @@ class Records(BulkMessage, frozen=True):
     more: bool
 
 
-AnyReply = Ready | Wait | Done | Refusal | Sealed | Abandoned | Blob | Records
+AnyRequest = Push | PushRecording | GetRecording | GetHistory | GetHeader | GetPayload
+AnyReply = Ready | Wait | Done | Refusal | Sealed | Blob | Records
 
 
 class RefusedByPeer(TransportError):
@@ -151,7 +144,7 @@ class RefusedByPeer(TransportError):
 
 
 class InAnotherGeneration(RefusedByPeer):
-    """It lives, and is in another generation: fenced for the next one, or not in this one yet."""
+    """The other node lives, and is fenced for the next generation, or not in this one yet."""
 
 
 def lower_priority() -> None:
@@ -241,16 +234,16 @@ class BulkStream:
         return message
 
     def expect(self, *kinds: type[T]) -> T:
-        """Receive a reply, which must be of one of these kinds. Blocks: as long as the other end says Wait in time.
+        """Receive a reply of one of these kinds. Blocks: as long as the other end says Wait in time.
 
         Raises: RefusedByPeer with the other side's reason, InAnotherGeneration if it is that.
         """
-        reply: object = self.recv(AnyReply)
+        reply: object = Wait()
         while isinstance(reply, Wait):
             reply = self.recv(AnyReply)
-        if isinstance(reply, Refusal | Abandoned):
-            elsewhere = isinstance(reply, Refusal) and reply.in_another_generation
-            raise (InAnotherGeneration if elsewhere else RefusedByPeer)(f"{self.address} refused: {reply.reason}")
+        if isinstance(reply, Refusal):
+            kind = InAnotherGeneration if reply.in_another_generation else RefusedByPeer
+            raise kind(f"{self.address} refused: {reply.reason}")
         if not isinstance(reply, kinds):
             raise CorruptFrame(f"{type(reply).__name__} from {self.address}", " or ".join(k.__name__ for k in kinds))
         return reply
@@ -270,10 +263,7 @@ class BulkStream:
         return [*records, *part.records]
 
     def send_payload(self, view: memoryview, check: Callable[[Sums], None]) -> None:
-        """Send a payload, and Sealed; or Abandoned, if `check` of its checksums raises once all is sent.
-
-        Raises: what `check` did.
-        """
+        """Send a payload, and Sealed; or a Refusal, if `check` of its checksums raises, as this does then."""
         sums: Sums = ()
         for piece in _pieces(view):
             sums += frame_sums(piece)
@@ -281,15 +271,14 @@ class BulkStream:
         try:
             check(sums)
         except BaseException as error:
-            self.send(Abandoned(str(error)))
+            self.send(Refusal(str(error)))
             raise
         self.send(Sealed(sums))
 
     def recv_payload(self, view: memoryview, check: Callable[[], None]) -> Sums:
-        """Fills `view` with what the other end sends by `send_payload`; `check` may raise before each piece of it.
+        """Fills `view` with what `send_payload` sends; `check` may raise before each piece. Returns: its checksums.
 
-        Returns: the checksums of its frames.
-        Raises: CorruptFrame; RefusedByPeer if it was abandoned.
+        Raises: CorruptFrame; RefusedByPeer if its source changed.
         """
         sums: Sums = ()
         for piece in _pieces(view):
