@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from ..comm.collective import tensors
 from ..errors import Unsupported
 from .codec import device_of, is_recorded
 
@@ -48,31 +50,40 @@ def copied_back(copy: torch.Tensor) -> torch.Tensor:
     return copy.clone() if device == copy.device else copy.to(device)
 
 
+def replaced(value: Any, other: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Copy `value` into plain containers, each tensor replaced by `other` of it; all else goes by reference.
+
+    Not a pytree's map: that leaves alone what is of a class below list or dict, tensors and all.
+    """
+    if isinstance(value, torch.Tensor):
+        return other(value)
+    if isinstance(value, dict):
+        return {key: replaced(item, other) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [replaced(item, other) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
 class HostCopies:
     """Copies in host memory of the tensors in what a call tells, where they are recorded: one wait for all."""
 
-    def __init__(self, value: Any) -> None:
-        self._copies: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By place and form, with the tensor itself: as long as it lives no other has its place."""
-        self._copy(value)
-
-    def _copy(self, value: Any) -> None:
-        if isinstance(value, (dict, list, tuple)):
-            for item in value.values() if isinstance(value, dict) else value:
-                self._copy(item)
-        elif type(value) is torch.Tensor and value.is_cuda and is_recorded(value):
-            self._copies.setdefault(_place(value), (value, to_host(value)))
+    def __init__(self, value: Any = None) -> None:
+        on_device = [tensor for tensor in tensors(value) if _is_on_device(tensor) and is_recorded(tensor)]
+        # Each copy with the tensor itself: as long as that lives no other has its place.
+        self._copies = {_place(tensor): (tensor, to_host(tensor)) for tensor in on_device}
 
     def of(self, value: Any) -> Any:
         """Put the copies in the places of their tensors in `value`."""
-        if not self._copies:
-            return value
-        if isinstance(value, torch.Tensor):
-            found = self._copies.get(_place(value)) if type(value) is torch.Tensor and value.is_cuda else None
-            return value if found is None else found[1]
-        if type(value) is dict:
-            return {key: self.of(item) for key, item in value.items()}
-        return type(value)(map(self.of, value)) if type(value) in (list, tuple) else value
+
+        def on_host(tensor: torch.Tensor) -> torch.Tensor:
+            return self._copies.get(_place(tensor), (tensor, tensor))[1] if _is_on_device(tensor) else tensor
+
+        return replaced(value, on_host) if self._copies else value
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.is_cuda
 
 
 def _place(tensor: torch.Tensor) -> Any:

@@ -1,11 +1,14 @@
-"""A rank in training: calls are logged, steps are cut and staged, and a swap is lived through inside a call.
+"""A rank in training: calls are logged, steps are staged, and a swap is lived through inside a call.
 
-Rules of this file: the user's script sees one thing only, each call returning its value once. Everything here
-runs on the main thread.
+Rules of this file: the user's script sees one thing only, each call returning its value once. Everything here runs on
+the main thread. A generation change surfaces as GenerationChanged at a wait or in a collective. It unwinds an
+interrupted call, or the wait at the end of the script, and gets no further than here. A generation that changes again
+meanwhile starts the swap over. Ranks go back to one restore step and redo their own calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,16 +18,17 @@ import torch
 from ..comm import collective
 from ..comm.handle import Handle
 from ..core import local
-from ..errors import WHOLE_STEP, Unsupported
+from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
 from ..mirror.arena import SlotPair
-from . import copies, rng, switches
-from .calls import LoggedCall
+from . import codec, copies, rng, switches
+from .calls import CallLog, LoggedCall, forget
 from .context import Context
 from .functions import MAKES_STEP, Call, CallKind
 from .iterators import RewindIterator
+from .link import JobEnded, give_up
 from .output import flush
-from .staging import Layout
-from .swap import Recovery
+from .saving import Flight, SaveCall
+from .staging import Layout, Stager
 
 PROGRESS_EVERY_S = 1.0
 """Shortest time between two Progress messages; `stall_timeout_s` is always several times this."""
@@ -34,49 +38,41 @@ class Live:
     """One rank's life between its first forward and its end."""
 
     def __init__(self, context: Context, rank: int, layout: Layout, slots: SlotPair, step: int) -> None:
-        self._context, self._rank, self._layout = context, rank, layout
+        self._context, self._rank, self._layout, self._slots = context, rank, layout, slots
         self._link, self._groups, self._adapter = context.link, context.groups, context.adapter
-        self._recovery = Recovery(context, rank, layout, slots, step)
-        self._log = self._recovery.log
+        self._groups.calls_area = slots.calls
+        self._stager = Stager(rank, layout, self._adapter.state.changing, slots, context.link)
+        self._log = CallLog(step)
+        self.inside = False
+        """Whether a call is being executed."""
         self._updated = False
         """Whether the call under way has made an update."""
+        self._results = copies.HostCopies()
+        """Copies in host memory of what the newest call told."""
         self._loss: float | None = None
-        self._cannot_be_followed = False
+        self._error = ""
+        """The error that a failed call gave the script, which must not go on after it."""
         self._at_entry: dict[str, Any] = {}
-        self._at_exit: dict[str, Any] | None = None
+        self._at_exit: dict[str, Any] = {}
         """Random states when the newest call began, and when it was done."""
-        self._told_at = 0.0
         self._versions_at_cut: int | None = None
         """`Layout.versions` at the newest cut, until the next call or collective."""
-        self._has_noted_edit = False
+        self._has_noted_edit = self._cannot_be_followed = False
+        self._progress_at = 0.0
+        self._restored = -1
+        """The step that the newest swap went back to."""
+        self._swap_began: float | None = None
 
-    @property
-    def inside(self) -> bool:
-        return self._recovery.inside
-
-    def begin(self) -> None:
-        """Stage the state before the first step."""
-        self._recovery.stage(self._log.step)
-
-    def newcomer(self, generation: int, store: str, restore_step: int) -> None:
-        """Enter as the replacement of a lost rank."""
-        self._recovery.newcomer(generation, store, restore_step)
-        self._at_exit = rng.capture(self._adapter)
-
-    def finish(self) -> int:
-        return self._recovery.finish()
-
-    # ---- calls
+    # ---- what the script asks for
 
     def call(self, call: Call) -> Any:
         """Make a call of the framework; the adapter puts this around each."""
         if self.inside:
             if call.kind is CallKind.UPDATE:
                 self._updated = True
-                self._recovery.stager.wait()
+                self._stager.wait()
             return call()
-        self._refuse_after_error()
-        self._note_edit()
+        self._begin()
         found: Sequence[RewindIterator] = ()
         if "data_iterator" in call.kwargs:
             call.kwargs["data_iterator"], found = self._log.iterators.wrap(call.kwargs["data_iterator"])
@@ -84,7 +80,7 @@ class Live:
         read = self._context.reads.take()
         self._updated = False
         try:
-            value = self._recovery.run(logged)
+            value = self._run(logged)
         except BaseException as error:  # torch's CheckpointException is no Exception
             if (outcome := call.failed(error)) is not None:
                 self._done(logged, outcome, read)
@@ -96,13 +92,11 @@ class Live:
                 "let one call of the function do all of it",
             )
         self._done(logged, call.outcome(value), read)
-        if call.kind is CallKind.SAVE:
-            return value
-        loss = call.loss(value, self._recovery.results.of)
+        loss = call.loss(value, self._results.of)
         self._loss = loss if loss is not None else self._loss
         if call.kind in MAKES_STEP:
             self._cut()
-        self._recovery.results = copies.HostCopies(None)  # which keep the script's tensors, and their graph
+        self._results = copies.HostCopies()  # the old ones keep the script's tensors, and their graph
         return value
 
     def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,19 +104,17 @@ class Live:
 
         Its tensors are kept as they were at entry, so that it can be issued again on them.
         """
-        inside = self._recovery.inside
-        if not inside:
-            self._refuse_after_error()
         now = time.monotonic()
-        if now - self._told_at >= PROGRESS_EVERY_S:  # even a very long step is seen to make some
-            self._told_at = now
+        if now - self._progress_at >= PROGRESS_EVERY_S:  # even a very long step is seen to make some
+            self._progress_at = now
             self._link.send(local.Progress(self._rank))
-        if inside:
+        if self.inside:
             return self._groups.issue(handle, name, args, kwargs)
-        self._note_edit()
+        self._begin()
         given, written = collective.tensors((args, kwargs)), collective.outputs(name, args, kwargs)
         kept = [copies.copied(tensor) for tensor in given]  # those of a device in host memory once the call has ended
-        arguments = _replaced((args, kwargs), iter(kept))
+        originals = iter(kept)
+        arguments = copies.replaced((args, kwargs), lambda _: next(originals))
         restore_entry = self._entry()
 
         def restore_tensors() -> None:
@@ -136,33 +128,45 @@ class Live:
             return [written, int(work.source_rank())]
 
         def again() -> None:
-            self._groups.issue(handle, name, *_replaced(arguments, map(copies.copied_back, kept))).wait()
+            self._groups.issue(handle, name, *copies.replaced(arguments, copies.copied_back)).wait()
 
-        call = Call(name, CallKind.PLAIN, first_time)
-        logged = LoggedCall(call, self._log.step, restore_tensors, self._places())
-        outcome = self._recovery.run(logged)
+        logged = LoggedCall(Call(name, CallKind.PLAIN, first_time), self._log.step, restore_tensors, self._places())
+        outcome = self._run(logged)
         if not any(map(self._adapter.state.owns, written)):  # else the calls before it bring its entry back
-            call.function = again
+            logged.call.function = again
         logged.restore_entry = restore_entry
         self._done(logged, outcome)
-        self._recovery.results = copies.HostCopies(None)
+        self._results = copies.HostCopies()
         return collective.CompletedWork(*outcome)
 
-    def _refuse_after_error(self) -> None:
-        if self._recovery.error:
+    def finish(self) -> int:
+        """Serve swaps until everyone's script has ended, as this one has. Returns the exit code."""
+        self._link.send(local.Finished(self._rank))
+        while True:
+            try:
+                exit_code = self._link.wait_for_end()
+                self._restored = self._log.step  # nothing goes back behind it any more: a save now need not wait
+                return exit_code
+            except GenerationChanged as change:
+                forget(change)
+            with contextlib.suppress(JobEnded):
+                self._swap()
+                self._link.send(local.Finished(self._rank))
+
+    # ---- one call
+
+    def _begin(self) -> None:
+        """Refuse to go on after an error; say once that the script has written into the shard since the cut."""
+        if self._error:
             raise Unsupported(
-                f"{self._recovery.error}; the script went on",
+                f"{self._error}; the script went on",
                 "training calls that return",
                 "let the error end the script: neither a redo nor a spare could repeat what it did",
             )
-
-    def _note_edit(self) -> None:
-        """Say once that the script has written into the shard since the cut: a snapshot may be under way, and no redo
-        repeats what the script does outside of calls."""
         before, self._versions_at_cut = self._versions_at_cut, None
         if before is None or self._has_noted_edit or self._layout.versions() == before:
             return
-        self._has_noted_edit = True
+        self._has_noted_edit = True  # a snapshot may be under way, and no redo repeats what is done outside of calls
         text = (
             f"the script changed weights or optimizer state of rank {self._rank} after step {self._log.step}, outside "
             f"of any training call: a swap may lose this change; to do: {WHOLE_STEP}, this change included"
@@ -173,16 +177,16 @@ class Live:
         """List the place in each iterator that a call or the script reads: a redo must return there, too."""
         return [(iterator, iterator.position) for iterator in (*given, *self._context.tapes)]
 
+    def _random_states(self, before: dict[str, Any]) -> dict[str, Any]:
+        """Capture them; `before` itself where they are the same: some 30 KB a call, which the log keeps."""
+        states = rng.capture(self._adapter)
+        return before if rng.equal(states, before) else states
+
     def _entry(self) -> Callable[[], None]:
-        framework = self._adapter.state.entry_state()
-        random_states = rng.capture(self._adapter)
-        if self._at_exit is not None:
-            if rng.equal(random_states, self._at_exit):
-                random_states = self._at_exit  # some 30 KB a call, which the log keeps
-            else:
-                self._log.drew(self._at_exit)
-        self._at_entry = random_states
-        kernels = switches.capture()
+        framework, kernels = self._adapter.state.entry_state(), switches.capture()
+        random_states = self._at_entry = self._random_states(self._at_exit)
+        if self._at_exit and random_states is not self._at_exit:
+            self._log.drew(self._at_exit)
 
         def restore() -> None:
             torch.clear_autocast_cache()
@@ -192,43 +196,202 @@ class Live:
 
         return restore
 
-    def _done(self, call: LoggedCall, outcome: Any, read: int = 0) -> None:
-        """Record `call`: the script gets its value now, and what it draws from here on is its own."""
-        large = self._log.add(call, self._recovery.results.of(outcome), read)
-        if large and not self._cannot_be_followed:
+    def _run(self, logged: LoggedCall) -> Any:
+        """Execute a call, through as many swaps as come."""
+        while True:
+            try:
+                return self._execute(logged)
+            except GenerationChanged as change:
+                forget(change)
+            except Exception as error:
+                if logged.call.kind is not CallKind.SAVE:  # which is redone, and told to who follows, as failed
+                    self._error = f"{logged.call.name} raised {type(error).__name__}: {error}"
+                raise
+            self._swap()
+            logged.rewind()
+
+    def _execute(self, logged: LoggedCall) -> Any:
+        call = logged.call
+        self._groups.generations.check()
+        if call.kind is CallKind.UPDATE:
+            self._stager.wait()
+        self._results = copies.HostCopies()
+        with self._executing():
+            if isinstance(call, SaveCall):
+                return self._save(call, logged.segment)
+            value = call()
+            # Wait until the results are sure to be valid. A kernel of NCCL's ends well, with garbage, if a neighbour on
+            # this host was aborted (prims_simple.h: an aborted one posts its steps without their data), and that
+            # process may have heard of it before this one. The device is waited for where its results can be read: at
+            # the latest by the call that makes the step.
+            is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            if is_used and (call.is_read or not codec.is_plain(value)):
+                self._results = copies.HostCopies(call.told(value))
+                torch.cuda.current_stream().synchronize()
+            self._groups.generations.check_heard(self._slots.announced)
+        return value
+
+    def _save(self, call: SaveCall, step: int) -> Any:
+        """Begin once the step is committed: no swap goes back behind what is written."""
+        self._context.saves.step = step
+        if call.gated:
+            self._link.wait_until(lambda: max(self._restored, self._link.committed) >= step)
+        with self._context.saves.under_way():
+            return call()
+
+    @contextlib.contextmanager
+    def _executing(self) -> Iterator[None]:
+        """Raises: GenerationChanged instead of an exception that follows from it."""
+        self.inside = True
+        try:
+            yield
+        except Exception:
+            # An NCCL abort ends kernels without an error: whatever a call computes afterwards is meaningless.
+            self._groups.generations.check_heard(self._slots.announced)
+            raise
+        finally:
+            self.inside = False
+
+    def _done(self, logged: LoggedCall, outcome: Any, read: int = 0) -> None:
+        """Record a call: the script gets its value now, and what it draws from here on is its own."""
+        lacking = self._log.add(logged, self._results.of(outcome), read)
+        if lacking and not self._cannot_be_followed:
             self._cannot_be_followed = True
-            place = f"{call.call.name} in the loop of step {self._log.step + 1}"
+            place = f"{logged.call.name} in the loop of step {self._log.step + 1}"
             text = (
-                f"{place} gave rank {self._rank} {large.description}: no other process can take this rank over any "
+                f"{place} gave rank {self._rank} {lacking.description}: no other process can take this rank over any "
                 f"more; keep large results out of the loop, or {WHOLE_STEP}"
             )
             self._link.event("Note", text=text)
-        states = rng.capture(self._adapter)
-        self._at_exit = self._at_entry if rng.equal(states, self._at_entry) else states
+        self._at_exit = self._random_states(self._at_entry)
         self._adapter.state.left()
+
+    # ---- steps
 
     def _cut(self) -> None:
         step = self._log.step + 1
-        self._recovery.stage(step)
+        self.stage(step)
         self._log.prune(step)
         flush()
         # The agent may have gone on to the next generation before it hears of this step.
         generation = self._groups.generation
         self._link.event("StepDone", generation=generation, rank=self._rank, step=step, loss=self._loss)
-        self._recovery.report_first_step(step)
+        self._report_first_step(step)
         self._versions_at_cut = self._layout.versions()
 
+    def stage(self, step: int) -> None:
+        """Stage the state at the cut of `step`, at which this rank is now."""
+        scalars, data = self._results.of(self._adapter.state.scalars()), self._context.tapes.states()
+        state = codec.encode({"rng": rng.capture(self._adapter), "scalars": scalars, "data": data})
+        self._stager.stage(step, self._groups.generation, state, self._log.records(step - 1), self._groups.cut(step))
 
-def _replaced(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """`value` in plain containers, its tensors replaced by `tensors` one after the other; all else goes by reference.
+    def _report_first_step(self, step: int) -> None:
+        """Report `step` if it is the first one since a swap."""
+        if self._swap_began is not None:
+            took, generation = time.monotonic() - self._swap_began, self._groups.generation
+            self._link.event("FirstStepDone", generation=generation, rank=self._rank, step=step, duration_s=took)
+            self._swap_began = None
 
-    Not a pytree's map: that leaves alone what is of a class below list or dict, tensors and all.
+    # ---- a swap
+
+    @torch.inference_mode(False)  # the script may be in it now; calls that were in it are redone without
+    def _swap(self) -> None:
+        """Go from an interrupted call to the state at the entry of that call, in the newest generation."""
+        saves = self._context.saves
+        flights: list[Flight] = []
+        reported = 0
+        while True:
+            try:
+                flights += saves.cancel()
+                _let_device_rest()
+                self._swap_began = began = self._groups.generations.announced_at
+                self._link.event("WorkerUnblocked", rank=self._rank, duration_s=time.monotonic() - began)
+                join = self._link.wait_for_join()
+                if join.restore_step < self._log.oldest:
+                    self._leave(join.restore_step)
+                saves.report_cancelled(flights[reported:], join.restore_step)
+                reported = len(flights)
+                self._enter(join.generation, join.store, join.restore_step)
+                saves.sweep(flights, join.restore_step)
+                for logged in self._log.after_cut(join.restore_step):
+                    self._redo(logged)
+                return
+            except GenerationChanged as change:
+                forget(change)
+
+    def newcomer(self, generation: int, store: str, restore_step: int) -> None:
+        """Enter as the replacement of a lost rank, through as many further swaps as come."""
+        self._swap_began = time.monotonic()
+        try:
+            self._enter(generation, store, restore_step)
+        except GenerationChanged as change:
+            forget(change)
+            self._swap()
+        self._context.tapes.load(self._stager.state_of(self._restored)["data"])
+        self._at_exit = rng.capture(self._adapter)
+
+    def _leave(self, restore_step: int) -> None:
+        """Have another process take the rank over: calls since `restore_step` are gone, which a redo would skip.
+
+        Blocks: for ever; the agent ends this process.
+        """
+        reason = (
+            f"its process was told to go back to step {restore_step}; expected step {self._log.oldest} or later, after "
+            f"which it has kept its calls (it is at step {self._log.step}); another process takes the rank over at "
+            "that step"
+        )
+        self._link.send(local.OutOfReach(reason))
+        raise SystemExit(self._context.wait_for_end())
+
+    def _enter(self, generation: int, store: str, restore_step: int) -> None:
+        """Become part of `generation` with the state of `restore_step`. Raises: GenerationChanged."""
+        began = time.monotonic()
+        self._stager.drop()
+        self._groups.rebuild(generation, store)
+        _let_device_rest()  # until `rebuild` had let them rest gloo's threads copied results to the device
+        # calls and collectives of ours, not the script's, are neither logged nor redone
+        with self._executing():
+            self._adapter.state.clean()  # after `rebuild`, which lets operations in flight write their last
+        took, groups = time.monotonic() - began, len(self._groups.handles)
+        self._link.event("GroupsRebuilt", rank=self._rank, groups=groups, duration_s=took)
+        restoring = time.monotonic()
+        state = self._stager.load(restore_step)
+        self._adapter.state.load(state["scalars"])
+        with self._executing():
+            self._adapter.state.after_restore()
+        rng.restore(self._adapter, state["rng"])
+        self._restored = restore_step
+        now = time.monotonic()
+        self._link.event("StateRestored", rank=self._rank, step=restore_step, duration_s=now - restoring)
+        self._link.event("WorkerResumed", rank=self._rank, step=restore_step, duration_s=now - began)
+        self._link.send(local.Restored(self._rank, generation))
+
+    def _redo(self, logged: LoggedCall) -> None:
+        """Execute a call again, after the step that was restored."""
+        call, segment = logged.call, logged.segment
+        logged.rewind()
+        try:
+            self._execute(logged)
+        except (GenerationChanged, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            if call.kind is not CallKind.SAVE:
+                raise
+            what = f"{call.name} after step {segment}, done again on rank {self._rank} in a swap"
+            why = f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
+            self._link.event("Note", text=f"{what}, failed ({why}); the script has had its answer, training goes on")
+        if call.kind in MAKES_STEP:
+            self.stage(segment + 1)
+            self._report_first_step(segment + 1)
+
+
+def _let_device_rest() -> None:
+    """Let kernels of the interrupted call, on whatever stream, write before the state is restored, not into it.
+
+    Blocks: a device that never rests keeps this process from saying that it has unwound, and its agent ends it then.
     """
-    if isinstance(value, torch.Tensor):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {key: _replaced(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_replaced(item, tensors) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            give_up(f"its CUDA context is dead: {error}")

@@ -122,6 +122,6 @@ class Starting:
         slots = SlotPair.attach(descriptor, self._rank, *sizes)
         live = Live(context, self._rank, layout, slots, step=0)
         context.mode = live
-        live.begin()
+        live.stage(0)
         context.offer_store()
         context.on_built()

@@ -45,13 +45,13 @@ def around(owner: Any, name: str, before: Callable[..., Any] = _nothing, after: 
 def hook_worker(injector: Injector) -> None:
     if "deadpool_plugin.worker.link" not in sys.modules:  # a run without the plugin
         return
-    from deadpool_plugin.worker import swap
+    from deadpool_plugin.worker import live
     from deadpool_plugin.worker.link import AgentLink
     from deadpool_plugin.worker.staging import Stager
 
     around(Stager, "stage", lambda self, step, *_: injector.reached("update", step))
     around(Stager, "_copy", lambda self, step: watch_copy(injector, self, step))
-    around(swap, "_let_device_rest", lambda: in_swap(injector, "unwinding"))
+    around(live, "_let_device_rest", lambda: in_swap(injector, "unwinding"))
     around(AgentLink, "event", lambda self, kind, **_: in_swap(injector, f"on:{kind}"))
 
 

@@ -20,7 +20,7 @@ class Rank(Live):
     """One that made `step` steps, of which nothing is ever committed; its swaps do nothing but enter a generation."""
 
     _groups: Any
-    _recovery: Any
+    _stager: Any
 
     def __init__(self, step: int = 0) -> None:
         self.generations, self.swaps = Generations(explain_timeout_s=0.0), 0
@@ -44,8 +44,7 @@ class Rank(Live):
         context = fake(link=link, adapter=adapter, groups=self.groups, tapes=[], reads=Reads(), saves=saves)
         layout = Layout([self.weights])
         super().__init__(context, 3, layout, SlotPair.create(3, 4096, layout.payload_bytes), step)
-        self._recovery.restored = step
-        self._recovery.swap = self._swap
+        self._restored = step
 
     def _wait_until(self, done: Any) -> None:
         assert done(), "it would wait for ever"
@@ -56,5 +55,5 @@ class Rank(Live):
 
     def stages_nothing(self, swap_began: float | None = None) -> None:
         """Let its cuts copy nothing. `swap_began`: as if it had been in a swap since then."""
-        self._recovery.stage, self._recovery._swap_began = lambda step: None, swap_began
-        self._recovery.stager = fake(wait=lambda: None)
+        self.stage, self._swap_began = lambda step: None, swap_began  # type: ignore[method-assign]
+        self._stager = fake(wait=lambda: None)

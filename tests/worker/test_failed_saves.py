@@ -127,7 +127,7 @@ def test_a_redo_does_a_save_again_and_its_end_is_not_the_scripts(first, again):
     with contextlib.suppress(OSError):
         save(rank, Save(first, again))
     (call,) = rank._log.after_cut(0)
-    rank._recovery.redo(call)
+    rank._redo(call)
     expected = [] if again == "saved" else ["Note"]
     assert [kind for kind, _ in rank.said] == expected
     assert all("save after step 0, done again on rank 3 in a swap, failed" in text for _, text in rank.said)
@@ -146,7 +146,7 @@ def test_only_a_save_may_fail_in_a_redo_and_a_swap_ends_its_redo_too():
     save(rank, Save("saved", GenerationChanged(2)))
     for call, error in zip(rank._log.after_cut(0), (OSError, GenerationChanged), strict=True):
         with pytest.raises(error):
-            rank._recovery.redo(call)
+            rank._redo(call)
     assert rank.said == []
 
 
@@ -164,13 +164,13 @@ def test_a_file_whose_save_failed_is_not_written_in_a_redo(tmp_path, monkeypatch
     with pytest.raises(OSError):
         save(rank, saving.FileSave("torch.save", saves, str(tmp_path / "one.pt"), write))
     for call in rank._log.after_cut(0):
-        rank._recovery.redo(call)
+        rank._redo(call)
     assert os.listdir(tmp_path) == [] and not rank.said
 
 
 def test_a_save_after_the_end_of_the_groups_waits_for_no_commit():
     rank = Rank(step=5)
-    rank._recovery.restored = 4
+    rank._restored = 4
     with pytest.raises(AssertionError, match="wait for ever"):
         save(rank, Save("saved"))
     assert rank.finish() == 0

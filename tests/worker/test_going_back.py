@@ -9,7 +9,7 @@ from deadpool_plugin.comm.generations import Generations
 from deadpool_plugin.core import local
 from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.link import AgentLink
-from deadpool_plugin.worker.swap import Recovery
+from deadpool_plugin.worker.live import Live
 
 
 def told(*messages: local.LocalMessage) -> AgentLink:
@@ -34,15 +34,15 @@ def test_a_plan_that_goes_back_no_further_leaves_the_gate_as_it_is():
     assert told(local.Committed(9), local.Join(1, "store", 10)).committed == 9
 
 
-class Told(Recovery):
+class Told(Live):
     """A rank in a swap that has made `steps` steps since it took over at `first`; what it would redo is kept."""
 
     def __init__(self, first: int, steps: int, restore_step: int) -> None:
         self.entered: list[int] = []
         self.said: list[local.LocalMessage] = []
-        self.log, self._rank = CallLog(first), 3
+        self._log, self._rank = CallLog(first), 3
         for step in range(first + 1, first + steps + 1):
-            self.log.prune(step)
+            self._log.prune(step)
         saves = fake(cancel=lambda: [], report_cancelled=lambda *_: None, sweep=lambda *_: None)
         self._context = fake(saves=saves, wait_for_end=lambda: 86)
         self._groups = fake(generations=Generations(explain_timeout_s=0.0))
@@ -59,7 +59,7 @@ class Told(Recovery):
 @pytest.mark.parametrize("first, steps, restore_step", [(0, 9, 7), (0, 1, 0), (5, 1, 5), (5, 9, 14)])
 def test_calls_since_the_restore_step_are_there(first, steps, restore_step):
     rank = Told(first, steps, restore_step)
-    rank.swap()
+    rank._swap()
     assert rank.entered == [restore_step] and not rank.said
 
 
@@ -67,7 +67,7 @@ def test_calls_since_the_restore_step_are_there(first, steps, restore_step):
 def test_who_lacks_calls_since_the_restore_step_says_so_and_redoes_nothing(first, steps, restore_step):
     rank = Told(first, steps, restore_step)
     with pytest.raises(SystemExit) as end:
-        rank.swap()
+        rank._swap()
     assert end.value.code == 86 and not rank.entered
     (message,) = rank.said
     assert isinstance(message, local.OutOfReach)

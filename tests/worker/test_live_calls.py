@@ -15,11 +15,11 @@ from support.zygote import in_zygote
 
 from deadpool_plugin.comm import collective
 from deadpool_plugin.errors import Unsupported
-from deadpool_plugin.worker import calls, codec, copies, swap
+from deadpool_plugin.worker import calls, codec, copies, live
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX, Inputs
 from deadpool_plugin.worker.functions import Call, CallKind
-from deadpool_plugin.worker.swap import Recovery
+from deadpool_plugin.worker.live import Live
 
 
 def test_what_a_call_returns_after_its_communicators_were_cut_is_not_believed():
@@ -46,7 +46,7 @@ def test_what_a_call_raises_after_its_communicators_were_cut_is_not_the_scripts_
         return loss
 
     assert rank.call(Call("forward", CallKind.PLAIN, forward)) == 0.5
-    assert rank.swaps == 1 and not rank.inside and not rank._recovery.error
+    assert rank.swaps == 1 and not rank.inside and not rank._error
 
 
 def test_a_script_that_catches_what_a_call_raised_is_refused_at_its_next_one():
@@ -172,8 +172,8 @@ def test_a_collective_is_done_again_on_what_it_was_given_whatever_that_is_in(con
     rank.collective(fake(), "allreduce", (container(tensors),), {})
     assert tensors == [1, 2]
     (call,) = rank._log.after_cut(0)
-    rank._recovery.redo(call)
-    rank._recovery.redo(call)
+    rank._redo(call)
+    rank._redo(call)
     assert given == [[0, 1]] * 3 and tensors == [1, 2]
 
 
@@ -184,7 +184,7 @@ def test_nor_is_it_if_only_a_neighbour_has_heard_so_far():
     def forward():
         value = next(values)
         if value == "garbage":
-            rank._recovery._slots.announce(1)
+            rank._slots.announce(1)
             threading.Timer(0.1, rank.generations.announce, args=(1,)).start()
         return value
 
@@ -215,12 +215,12 @@ def test_a_rank_says_that_it_has_unwound_when_its_device_rests(monkeypatch, devi
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(swap, "give_up", give_up)
+    monkeypatch.setattr(live, "give_up", give_up)
     rank = Rank()
     rank._context.saves = fake(cancel=list)
     rank._link.wait_for_join = wait_for_join
     with pytest.raises(Unwound):
-        Recovery.swap(rank._recovery)
+        Live._swap(rank)
     dead = "its CUDA context is dead: CUDA error: an illegal memory access was encountered"
     assert done == ["rest", dead if device_is_dead else "join"]
 
@@ -238,7 +238,7 @@ def _counted(does: Callable[[], Any]) -> tuple[int, int, int]:
 
 def _on_device() -> Rank:
     rank = Rank()
-    rank._recovery.stager, rank._cut = fake(wait=lambda: None), lambda: None  # type: ignore[method-assign]
+    rank._stager, rank._cut = fake(wait=lambda: None), lambda: None  # type: ignore[method-assign]
     return rank
 
 
@@ -308,8 +308,8 @@ def test_the_one_wait_of_a_call_is_enough_for_its_record_its_loss_and_the_snapsh
     rank._adapter.state.scalars = lambda: {"norm": number}
     rank._context.tapes = Tapes()  # type: ignore[assignment]
     rank.groups.cut = lambda step: 0
-    rank._recovery.stager.stage = lambda step, generation, state, *rest: staged.append(state)
-    rank._cut = lambda: rank._recovery.stage(1)  # type: ignore[method-assign]
+    rank._stager.stage = lambda step, generation, state, *rest: staged.append(state)
+    rank._cut = lambda: rank.stage(1)  # type: ignore[method-assign]
     costs = [_counted(lambda: rank.call(Told(number))) for _ in range(3)]
     assert costs == [(1, 0, 0)] * 3
     norm = codec.decode(staged[0])["scalars"]["norm"]
