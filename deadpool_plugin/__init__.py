@@ -74,11 +74,11 @@ def step(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
 
     @functools.wraps(function)
     def whole(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
-        module = sys.modules.get("deadpool_plugin.worker.whole_step")
-        installed = None if module is None else module.WholeSteps.installed
-        if installed is None:
+        module = sys.modules.get("deadpool_plugin.worker.context")
+        context = None if module is None else module.Context.installed
+        if context is None:
             return function(*args, **kwargs)
-        value: Value = installed.call(function, args, kwargs)
+        value: Value = context.step(function, args, kwargs)
         return value
 
     return whole

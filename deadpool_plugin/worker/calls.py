@@ -8,15 +8,21 @@ The log is two steps and the current one deep: no rank is further ahead of anoth
 
 from __future__ import annotations
 
+import io
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from ..errors import WHOLE_STEP, Unsupported
 from . import codec
-from .functions import Call
-from .iterators import IteratorTable, RewindIterator
+from .adapter import Adapter
+from .copies import Inputs
+from .functions import Call, CallKind
+from .iterators import POINTER, IteratorTable, RewindIterator, RewoundByItself
 
 DEPTH = 2
 CALLS_MAX = 50_000
@@ -59,48 +65,49 @@ class CallLog:
     def __init__(self, first: int = 0) -> None:
         self.iterators = IteratorTable()
         self.step = self.oldest = first
-        """Steps made, and the step after whose cut the oldest call kept here was made: nothing older can be gone back
-        to."""
+        """Steps made, and the oldest step that can be gone back to: calls before it are gone."""
         self._calls: list[LoggedCall] = []
         self._records: dict[int, list[bytes]] = {}
-        self._bytes: dict[int, int] = {}
+        self._bytes = 0
+        """Size of the records since the last cut."""
 
-    def add(self, call: LoggedCall, outcome: Any, read: int = 0) -> codec.TooLarge | None:
-        """Keep `call`, and encode its record at once, before the script may change anything in it.
+    def add(self, logged: LoggedCall, outcome: Any, read: int = 0) -> codec.TooLarge | None:
+        """Keep a call, and encode its record at once, before the script may change anything in it.
 
         Args: outcome: what a rank that skips this call must find (its value, or the tensors it wrote); read: digest of
             what the script had read for it (proof.py).
         Returns: what of the outcome such a rank cannot find, if anything.
         """
-        call.ends = [iterator.position for iterator, _ in call.iterators]
-        self._calls.append(call)
-        records = self._records.setdefault(call.segment, [])
+        logged.ends = [iterator.position for iterator, _ in logged.iterators]
+        self._calls.append(logged)
+        records = self._records.setdefault(self.step, [])
         if len(records) >= CALLS_MAX:
             raise Unsupported(
-                f"the script made {len(records)} training calls since step {call.segment}, all of which must be kept",
+                f"the script made {len(records)} training calls since step {self.step}, all of which must be kept",
                 f"at most {CALLS_MAX} between two optimizer steps",
                 f"evaluate less at a time, or {WHOLE_STEP}",
             )
-        pulls = [iterator.pulled_since(position) for iterator, position in call.iterators]
-        if self._keep(call.segment, codec.encode([call.call.name, outcome, pulls, read])):
+        pulls = [iterator.pulled_since(position) for iterator, position in logged.iterators]
+        if self._keep([logged.call.name, outcome, pulls, read]):
             return codec.too_large(outcome)
         lacking = codec.TooLarge(f"results of more than {RECORDS_BYTES_MAX >> 20} MiB since the last step")
-        records.append(codec.encode([call.call.name, lacking, [], 0]))
+        records.append(codec.encode([logged.call.name, lacking, [], 0]))
         return lacking
 
     def drew(self, at_exit: Any) -> None:
         """Record that the script drew random numbers since the last call: who follows draws from `at_exit` too."""
-        self._keep(self.step, codec.encode([RANDOM_STATES, at_exit, [], 0]))
+        self._keep([RANDOM_STATES, at_exit, [], 0])
 
-    def _keep(self, segment: int, record: bytes) -> bool:
+    def _keep(self, record: list[Any]) -> bool:
         """Return whether `record` still fits. Nothing does after one that did not: nobody may follow past it."""
-        size = self._bytes[segment] = self._bytes.get(segment, 0) + len(record)
-        if size <= RECORDS_BYTES_MAX:
-            self._records.setdefault(segment, []).append(record)
-        return size <= RECORDS_BYTES_MAX
+        encoded = codec.encode(record)
+        self._bytes += len(encoded)
+        if self._bytes <= RECORDS_BYTES_MAX:
+            self._records.setdefault(self.step, []).append(encoded)
+        return self._bytes <= RECORDS_BYTES_MAX
 
     def after_cut(self, step: int) -> list[LoggedCall]:
-        return [call for call in self._calls if call.segment >= step]
+        return [logged for logged in self._calls if logged.segment >= step]
 
     def records(self, segment: int) -> bytes:
         """The records of one segment as one blob: a list of encoded `[name, outcome, pulls, read]`."""
@@ -111,15 +118,12 @@ class CallLog:
 
         Raises: Unsupported if it is not: at the first cuts of a job, not in its first swap.
         """
-        self.step, oldest = step, max(self.oldest, step - DEPTH)
-        self.oldest = oldest
-        self._calls = [call for call in self._calls if call.segment >= oldest]
-        for kept in (self._records, self._bytes):
-            for segment in [segment for segment in kept if segment < oldest]:
-                del kept[segment]
-        self.iterators.keep_only([start for call in self._calls for start in call.iterators])
-        for call in self._calls:
-            call.check()
+        self.step, self._bytes, self.oldest = step, 0, max(self.oldest, step - DEPTH)
+        self._calls = self.after_cut(self.oldest)
+        self._records = {segment: kept for segment, kept in self._records.items() if segment >= self.oldest}
+        self.iterators.keep_only([start for logged in self._calls for start in logged.iterators])
+        for logged in self._calls:
+            logged.check()
 
 
 def forget(error: BaseException | None) -> None:
@@ -131,3 +135,64 @@ def forget(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+class WholeStep(Call):
+    """A script's own step function under `@deadpool_plugin.step`, as one call: kept, redone and followed as a whole.
+
+    What the framework is asked inside it is no call of its own, but for the update, which waits for the snapshot before
+    it. It must update once or more, or its work would be gone at the next cut. Followers are told what it returned, and
+    of the framework what a script can see.
+    """
+
+    def __init__(
+        self, adapter: Adapter, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        super().__init__(f"step {function.__qualname__}", CallKind.STEP, function)
+        self._adapter = adapter
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, torch.nn.Parameter):
+                raise Unsupported(
+                    f"{self.name} was given a tensor of {list(leaf.shape)} that requires grad",
+                    "data: a graph that begins outside the function cannot be redone",
+                    "do everything that leads to the loss inside it",
+                )
+            # what gives something else each time it is asked, and nobody rewinds; files are written to
+            if hasattr(type(leaf), "__next__") and not isinstance(leaf, (RewoundByItself, io.IOBase)):
+                raise Unsupported(
+                    f"{self.name} was given a {type(leaf).__name__} to read data from, which a redo would read on",
+                    "the data themselves, or a resumable loader",
+                    POINTER,
+                )
+        self._inputs = Inputs(args, kwargs, self.name)
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+
+    def __call__(self) -> Any:
+        args, kwargs = self._given or self._inputs.again()
+        self._given = None
+        with self._adapter.inside_step():
+            return self.function(*args, **kwargs)
+
+    def check(self) -> None:
+        self._inputs.check()
+
+    def outcome(self, value: Any) -> Any:
+        return [value, self._adapter.state.visible()]
+
+    told = outcome
+
+    def skipped(self, outcome: Any) -> Any:
+        value, visible = outcome
+        self._adapter.state.show(visible)
+        return value
+
+    def loss(self, value: Any, on_host: Callable[[Any], Any]) -> float | None:
+        """Find the loss in the function's result: a number, the first, or the one so called."""
+        value = on_host(value)
+        if isinstance(value, dict):
+            value = value.get("loss")
+        elif isinstance(value, (list, tuple)):
+            value = value[0] if value else None
+        if isinstance(value, torch.Tensor):
+            return float(value) if value.numel() == 1 else None
+        return float(value) if isinstance(value, (int, float)) else None

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch.distributed as dist
 
@@ -19,11 +19,11 @@ from ..core import local
 from ..errors import Unsupported, present
 from . import saving
 from .adapter import Adapter
+from .calls import WholeStep
 from .functions import RUNS_MODEL, Call
 from .link import AgentLink, give_up
 from .proof import Reads
 from .resumable import Tapes
-from .whole_step import WholeSteps
 
 STORES_KEPT = 3
 """The one on offer, that of this generation and that of the one before (each costs descriptors and a thread)."""
@@ -49,6 +49,8 @@ class Context:
     """
 
     mode: Mode
+    installed: ClassVar[Context | None] = None
+    """That of this process, for functions under `@deadpool_plugin.step`."""
 
     def __init__(self, link: AgentLink, groups: Groups, adapters: Sequence[Adapter], *, local_rank: int) -> None:
         self.link, self.groups, self._adapters = link, groups, adapters
@@ -62,22 +64,23 @@ class Context:
 
     def install(self) -> None:
         """Put ourselves between the script and torch.distributed, and (at its initialisation) the framework."""
-        self.groups.runtime = self
+        self.groups.runtime = Context.installed = self
         patches.install(self.groups)
         saving.install(self.saves)
         self.tapes.install(lambda: self.mode.inside, self.reads.note)
-        WholeSteps.installed = WholeSteps(self._adapters, self._call)
         original = dist.init_process_group
 
-        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        def init_process_group(*args: Any, **kwargs: Any) -> None:  # no wraps: by its signature DeepSpeed gives more
             from . import dcp  # torch imports a good deal for it
 
             for adapter in available(self._adapters):
                 adapter.install(functools.partial(self._call, adapter), self.saves)
             dcp.install(self.saves)
-            return original(*args, **kwargs)
+            original(*args, **kwargs)
 
         dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
+
+    # ---- calls
 
     @property
     def adapter(self) -> Adapter:
@@ -88,6 +91,17 @@ class Context:
         if self._adapter is None and call.kind in RUNS_MODEL:
             self._adapter = adapter
         return self.mode.call(call)
+
+    def step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function under `@deadpool_plugin.step`. Raises: Unsupported if there is nothing yet to train."""
+        adapter = next((adapter for adapter in self._adapters if adapter.is_used()), None)
+        if adapter is None:
+            raise Unsupported(
+                f"{function.__qualname__}, which is under @deadpool_plugin.step, was called with nothing to train",
+                "a DeepSpeed engine or a Megatron-core optimizer, imported before init_process_group",
+                "build it before the first step",
+            )
+        return self._call(adapter, WholeStep(adapter, function, args, kwargs))
 
     # ---- the runtime of the groups
 
@@ -124,12 +138,10 @@ class Context:
         The two before it live on: somebody's groups may still talk to them. Thread: the main one, once the script has
         reached its first call; the link's whenever the newest one is built upon.
         """
-        if not self._offers_stores:
-            return
-        server, address = host_store()
-        self._stores.append(server)
-        del self._stores[:-STORES_KEPT]
-        self.link.send(local.StoreOffer(address))
+        if self._offers_stores:
+            server, address = host_store()
+            self._stores = [*self._stores, server][-STORES_KEPT:]
+            self.link.send(local.StoreOffer(address))
 
     # ---- the end
 

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.stand_in import fake
 
 import deadpool_plugin
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
+from deadpool_plugin.worker.calls import WholeStep
+from deadpool_plugin.worker.context import Context
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
 from deadpool_plugin.worker.functions import CallKind
 from deadpool_plugin.worker.resumable import Tapes
-from deadpool_plugin.worker.whole_step import WholeStep, WholeSteps
 
 
 class FakeAdapter:
@@ -44,6 +46,12 @@ def fake_adapter(used=True) -> Any:
     return FakeAdapter(used)
 
 
+def context_of(*adapters, call=lambda step: None):
+    context = Context(fake(), fake(), adapters, local_rank=0)
+    context.mode = fake(call=call)
+    return context
+
+
 @deadpool_plugin.step
 def train_step(batch, adapter=None, scale=1):
     """Doubles."""
@@ -52,7 +60,7 @@ def train_step(batch, adapter=None, scale=1):
 
 
 def test_without_the_plugin_the_function_is_called_as_it_is(monkeypatch):
-    monkeypatch.setattr(WholeSteps, "installed", None)
+    monkeypatch.setattr(Context, "installed", None)
     assert train_step(torch.ones(3), scale=2)["loss"] == 6
     assert train_step.__name__ == "train_step" and train_step.__doc__ == "Doubles."
 
@@ -60,15 +68,16 @@ def test_without_the_plugin_the_function_is_called_as_it_is(monkeypatch):
 def test_with_it_the_function_is_one_call_of_the_framework_that_is_used(monkeypatch):
     made, adapter = [], fake_adapter()
 
-    def call(*given):
-        made.append(given)
-        return given[1]()
+    def call(step):
+        made.append(step)
+        return step()
 
-    monkeypatch.setattr(WholeSteps, "installed", WholeSteps([fake_adapter(used=False), adapter], call))
+    context = context_of(fake_adapter(used=False), adapter, call=call)
+    monkeypatch.setattr(Context, "installed", context)
     value = train_step(torch.ones(3), adapter, scale=4)
     assert value["loss"] == 12 and adapter.depth == 0
-    ((owner, step),) = made
-    assert (owner, step.name, step.kind) == (adapter, "step train_step", CallKind.STEP)
+    (step,) = made
+    assert (step.name, step.kind) == ("step train_step", CallKind.STEP) and context.adapter is adapter
 
 
 def test_it_is_redone_with_the_arguments_it_had():
@@ -125,6 +134,6 @@ def test_the_loss_is_found_in_what_it_returns(value, loss):
 
 def test_with_nothing_to_train_or_a_graph_from_outside_it_is_refused():
     with pytest.raises(Unsupported, match="train_step, which is under @deadpool_plugin.step, was called with nothing"):
-        WholeSteps([fake_adapter(used=False)], lambda *given: None).call(train_step, (), {})
+        context_of(fake_adapter(used=False)).step(train_step, (), {})
     with pytest.raises(Unsupported, match="begins outside"):
         WholeStep(fake_adapter(), train_step, (torch.ones(2, requires_grad=True) * 2,), {})
