@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,15 +38,6 @@ MOVED_EVERY_S = 1.0
 """How often a process on its way through past steps says how far it has come, at most."""
 
 
-class _Passed(NamedTuple):
-    """A call that moved an iterator without reading: how far, and the digest of what the rank read."""
-
-    pulls: int
-    digest: int
-    step: int
-    name: str
-
-
 class Follow:
     """A rehearsing process from the top of the script until it takes over."""
 
@@ -58,30 +49,30 @@ class Follow:
         self._context, self._rank, self._expected_digest, self._mute = context, rank, layout_digest, mute
         self._files = files
         self._layout: Layout | None = None
+        """Known from the first forward on."""
         self._segments: deque[bytes] = deque()
-        """Records of whole steps, as they came; `_records`: those of the step under way. All of a long job's would not
-        fit into memory."""
         self._records: deque[Any] = deque()
+        """Of the step under way. Those of whole steps stay as they came: all of a long job's would not fit into memory.
+        """
         self._step = 0
-        self._passed_over: weakref.WeakKeyDictionary[Any, _Passed] = weakref.WeakKeyDictionary()
-        """By iterator: the newest call that moved it without reading."""
+        self._passed_over: weakref.WeakKeyDictionary[Any, tuple[Any, int, str]] = weakref.WeakKeyDictionary()
+        """By iterator: what the newest call that moved it without reading has pulled, its step and name."""
         self._guessed = ""
-        """The message to people about numbers that the script took here and this process does not know."""
+        """Where the script took numbers that this process does not know, for messages; said once."""
         self._began = self._told_at = time.monotonic()
 
     def call(self, call: Call) -> Any:
         with self._explained():
-            if self._layout is None and call.kind is CallKind.SAVE:
-                return call.skipped(None)
-            if self._layout is None and call.kind is CallKind.FACT:
-                return self._context.groups.fact(call.name, call)
             if self._layout is None and call.kind not in RUNS_MODEL:
-                return call()
+                if call.kind is CallKind.SAVE:
+                    return call.skipped(None)
+                return self._context.groups.fact(call.name, call) if call.kind is CallKind.FACT else call()
             record = self._next_record(call.name)
             if record is None:
                 return self._context.mode.call(call)
             _, value, pulls, read = record
-            self._compare(self._context.reads.take(), read, self._step + 1, call.name)
+            place = self._step + 1, call.name
+            self._compare(self._context.reads.take(), read, *place)
             if call.kind is CallKind.SAVE:
                 self._draw_alike()
                 if error := codec.decode_error(value):
@@ -91,32 +82,15 @@ class Follow:
             for iterator, pulled in zip([*stand_ins, *self._context.tapes], pulls, strict=True):
                 mine = iterator.skip(*pulled)
                 if mine is not None:
-                    self._compare(mine, pulled[-1], self._step + 1, call.name)
+                    self._compare(mine, pulled[-1], *place)
                 elif pulled[0] and iterator in stand_ins:
-                    self._passed_over[iterator.inner] = _Passed(pulled[0], pulled[-1], self._step + 1, call.name)
+                    self._passed_over[iterator.inner] = pulled, *place
             value = call.skipped(value)
             if call.kind in MAKES_STEP:
                 self._step += 1
                 self._more()  # the cut: a take-over begins here, before the script goes on
             self._draw_alike()
             return value
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Name the files that are gone where the script did something else than the rank itself."""
-        try:
-            yield
-        except Divergence as error:
-            if self._files is None or not self._files.gone or self._context.mode is not self:
-                raise
-            gone = ", ".join(self._files.gone)
-            raise Divergence(f"{error.found}, after it missed {gone}, deleted since", error.expected, _KEEP) from error
-
-    def _compare(self, mine: int, recorded: int, step: int, name: str) -> None:
-        if mine != recorded and self._guessed:
-            read = f"the process that follows rank {self._rank} read other data for {name} of step {step}"
-            raise Divergence(f"{read}, after {self._guessed}", "the batches the rank itself read", _INSTEAD)
-        self._context.reads.compare(mine, recorded, self._rank, step, name)
 
     def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._layout is None:
@@ -137,29 +111,50 @@ class Follow:
         self._next_record("the end of the script")
         return self._context.mode.finish()
 
+    # ---- what the script does otherwise than the rank itself
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Name the files that are gone where the script did something else than the rank itself."""
+        try:
+            yield
+        except Divergence as error:
+            if self._files is None or not self._files.gone or self._context.mode is not self:
+                raise
+            gone = ", ".join(self._files.gone)
+            raise Divergence(f"{error.found}, after it missed {gone}, deleted since", error.expected, _KEEP) from error
+
+    def _compare(self, mine: int, recorded: int, step: int, name: str) -> None:
+        if mine != recorded and self._guessed:
+            read = f"the process that follows rank {self._rank} read other data for {name} of step {step}"
+            raise Divergence(f"{read}, after {self._guessed}", "the batches the rank itself read", _INSTEAD)
+        self._context.reads.compare(mine, recorded, self._rank, step, name)
+
+    # ---- records
+
     def _next_record(self, name: str) -> Any:
         """The record of the call `name` the script is making now; None once this process has taken over."""
         if self._context.reads.difference is not None:  # which the script has caught
             raise self._context.reads.difference
-        place = "" if self._layout is None or self._guessed else self._context.adapter.guessed()
-        if place:
+        if self._layout is None:
+            self._rehearsed()
+        elif not self._guessed and (place := self._context.adapter.guessed()):
             self._guessed = (
                 f"the script took a number at {place} from an output of the engine's model above 64 KiB, which "
                 "followers are not told before engine.backward"
             )
             text = f"{self._guessed}: after a takeover, what it makes of that is wrong; to do: {_INSTEAD}"
             self._context.link.event("Note", text=f"rank {self._rank}: {text}")
-        if self._layout is None:
-            self._rehearsed()
         if not self._more():
             return None
         record = self._records.popleft()
         if record[0] != name:
-            called = f"in the loop of step {self._step + 1} the script called {name}"
-            expected = f"{record[0]}, which rank {self._rank} itself called there"
-            if self._guessed:
-                raise Divergence(f"{called}, after {self._guessed}", expected, _INSTEAD)
-            raise Divergence(called, expected, "a script whose calls depend on the host or the time cannot be followed")
+            after = f", after {self._guessed}" if self._guessed else ""
+            raise Divergence(
+                f"in the loop of step {self._step + 1} the script called {name}{after}",
+                f"{record[0]}, which rank {self._rank} itself called there",
+                _INSTEAD if self._guessed else "a script whose calls depend on the host or the time cannot be followed",
+            )
         if large := codec.too_large(record[1]):
             raise Divergence(
                 f"{name} in the loop of step {self._step + 1} gave rank {self._rank} {large.description}",
@@ -171,25 +166,27 @@ class Follow:
     def _more(self) -> bool:
         """Block until there is a next record, or until this process has taken over (False)."""
         while not self._records:
-            if self._segments:
-                self._records.extend(codec.decode(one) for one in codec.decode(self._segments.popleft()))
-                now = time.monotonic()
-                if now - self._told_at >= MOVED_EVERY_S:  # others may wait for this process as long as it moves
-                    self._told_at = now
-                    self._context.link.send(local.Moved(self._rank, self._step))
+            if not self._segments:
+                message, descriptors = self._context.link.receive(local.History, local.TakeOver)
+                if isinstance(message, local.TakeOver):
+                    self._take_over(message, descriptors[0])
+                    return False
+                assert isinstance(message, local.History)
+                self._segments.extend(message.records)
                 continue
-            message, descriptors = self._context.link.receive(local.History, local.TakeOver)
-            if isinstance(message, local.TakeOver):
-                self._take_over(message, descriptors[0])
-                return False
-            assert isinstance(message, local.History)
-            self._segments.extend(message.records)
+            self._records.extend(map(codec.decode, codec.decode(self._segments.popleft())))
+            now = time.monotonic()
+            if now - self._told_at >= MOVED_EVERY_S:  # others may wait for this process as long as it moves
+                self._told_at = now
+                self._context.link.send(local.Moved(self._rank, self._step))
         return True
 
     def _draw_alike(self) -> None:
         """If the script drew random numbers after this call, it shall draw the same here."""
         if self._records and self._records[0][0] == RANDOM_STATES:
             rng.restore(self._context.adapter, self._records.popleft()[1])
+
+    # ---- a rank's life
 
     @torch.inference_mode(False)  # the script may evaluate first; what is made here is trained
     def _rehearsed(self) -> None:
@@ -219,14 +216,13 @@ class Follow:
                 f"{self._step} steps"
             )
         with rng.preserved():
-            for inner, passed in list(self._passed_over.items()):
-                mine = prove(inner, passed.pulls)
+            for inner, (pulled, *place) in list(self._passed_over.items()):
+                mine = prove(inner, pulled[0])
                 if mine is not None:
-                    self._compare(mine, passed.digest, passed.step, passed.name)
+                    self._compare(mine, pulled[-1], *place)
         layout = present(self._layout, "a take-over before the first forward")
         slots = SlotPair.attach(descriptor, self._rank, order.header_bytes, order.payload_bytes)
-        live = Live(self._context, self._rank, layout, slots, step=order.restore_step)
-        self._context.mode = live
+        self._context.mode = live = Live(self._context, self._rank, layout, slots, step=order.restore_step)
         self._mute.release_files()
         self._context.saves.folders.take_over()
         live.newcomer(order.generation, order.store, order.restore_step)
