@@ -73,26 +73,20 @@ class Adapter(Protocol):
         """The name and version of the package that was imported. After `install`."""
 
     def install(self, handler: CallHandler, saves: Saves) -> None:
-        """Wrap the framework's calls so that each goes through `handler`, and its own ways of saving. Once, before the
-        framework is used."""
+        """Make the framework's calls go through `handler`, and its own ways of saving through `saves`. Once."""
 
     def is_used(self) -> bool:
         """Return whether the script has built something by now that this framework trains."""
 
     def beforehand(self) -> Sequence[str]:
-        """Name the work that the standby process can do for later processes of this slot, for `launch.prewarm`:
-        `module:function:argument` each. After `attach`."""
+        """Name work for the standby process (`launch.prewarm`): `module:function:argument` each. After `attach`."""
         return ()
 
     def inside_step(self) -> AbstractContextManager[None]:
         """A script's own step function runs: what it asks of the framework is no call, but for the update."""
 
     def attach(self) -> None:
-        """At the first call: find model and optimizer, check that they are supported, list its state.
-
-        Raises:
-            Unsupported: names what cannot be protected, and why.
-        """
+        """At the first call: find model and optimizer, and list their state. Raises: Unsupported, with the reason."""
 
     @property
     def state(self) -> State:

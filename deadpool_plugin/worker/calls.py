@@ -64,12 +64,10 @@ class CallLog:
 
     def __init__(self, first: int = 0) -> None:
         self.iterators = IteratorTable()
-        self.step = self.oldest = first
-        """Steps made, and the oldest step that can be gone back to: calls before it are gone."""
+        self.step = self.oldest = first  # steps made, and the oldest one that can be gone back to
         self._calls: list[LoggedCall] = []
         self._records: dict[int, list[bytes]] = {}
-        self._bytes = 0
-        """Size of the records since the last cut."""
+        self._bytes = 0  # of records since the last cut
 
     def add(self, logged: LoggedCall, outcome: Any, read: int = 0) -> codec.TooLarge | None:
         """Keep a call, and encode its record at once, before the script may change anything in it.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
 
@@ -122,8 +123,7 @@ class Context:
         self.link.send(local.ConnectionBroke(int(os.environ["RANK"]), generation, peers, reason))
         return True
 
-    def give_up(self, reason: str) -> NoReturn:
-        give_up(reason)
+    give_up = staticmethod(give_up)
 
     # ---- orders of the agent
 
@@ -164,19 +164,14 @@ def available(adapters: Sequence[Adapter]) -> list[Adapter]:
 
     Raises: Unsupported if there is none.
     """
-    found = [adapter for adapter in adapters if adapter.framework in sys.modules]
-    found = found or [adapter for adapter in adapters if _is_installed(adapter.framework)][:1]
-    if not found:
-        raise Unsupported(
-            "no training framework that deadpool_plugin knows is installed",
-            " or ".join(adapter.framework for adapter in adapters),
-            "install it on every host, or run this script without the plugin",
-        )
-    return found
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # not even the package it would be in
-        return False
+    if imported := [adapter for adapter in adapters if adapter.framework in sys.modules]:
+        return imported
+    for adapter in adapters:
+        with contextlib.suppress(ImportError):  # not even the package it would be in is installed
+            if importlib.util.find_spec(adapter.framework) is not None:
+                return [adapter]
+    raise Unsupported(
+        "no training framework that deadpool_plugin knows is installed",
+        " or ".join(adapter.framework for adapter in adapters),
+        "install it on every host, or run this script without the plugin",
+    )

@@ -124,26 +124,26 @@ class Kept:
         return next((list(tensor.shape) for tensor, version in self._versions if tensor._version != version), None)
 
 
-class Inputs:
+class Inputs(Kept):
     """Arguments as they were when the call was made. `user`: whose, for messages."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], user: str) -> None:
-        self._user, self._kept = user, Kept((args, kwargs))
+        super().__init__((args, kwargs))
+        self._user = user
 
     def check(self) -> None:
         """Raises: Unsupported if one is not what it was."""
-        if (shape := self._kept.changed()) is not None:
+        if (shape := self.changed()) is not None:
             raise Unsupported(
                 f"an input of {shape} was changed in place after {self._user} had used it",
                 f"inputs above {COPIED_BYTES_MAX} bytes to stay as they are until two steps later",
                 "make a new tensor for each batch",
             )
 
-    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for doing the call again. Raises: Unsupported if one is not what it was."""
+    def again(self) -> Any:
+        """Return positional and named arguments for doing the call again. Raises: as `check`."""
         self.check()
-        args, kwargs = self._kept.again()
-        return args, kwargs
+        return super().again()
 
 
 def _is_small(leaf: Any) -> bool:

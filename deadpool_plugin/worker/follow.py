@@ -48,17 +48,14 @@ class Follow:
     ) -> None:
         self._context, self._rank, self._expected_digest, self._mute = context, rank, layout_digest, mute
         self._files = files
-        self._layout: Layout | None = None
-        """Known from the first forward on."""
+        self._layout: Layout | None = None  # known from the first forward on
+        # Records of whole steps as they came (all of a long job would not fit into memory); those of the one under way.
         self._segments: deque[bytes] = deque()
         self._records: deque[Any] = deque()
-        """Of the step under way. Those of whole steps stay as they came: all of a long job's would not fit into memory.
-        """
         self._step = 0
+        # By iterator: what the newest call that moved it without reading has pulled, its step and name.
         self._passed_over: weakref.WeakKeyDictionary[Any, tuple[Any, int, str]] = weakref.WeakKeyDictionary()
-        """By iterator: what the newest call that moved it without reading has pulled, its step and name."""
-        self._guessed = ""
-        """Where the script took numbers that this process does not know, for messages; said once."""
+        self._guessed = ""  # where the script took numbers that this process does not know, for messages
         self._began = self._told_at = time.monotonic()
 
     def call(self, call: Call) -> Any:
@@ -216,10 +213,10 @@ class Follow:
                 f"{self._step} steps"
             )
         with rng.preserved():
-            for inner, (pulled, *place) in list(self._passed_over.items()):
+            for inner, (pulled, step, name) in list(self._passed_over.items()):
                 mine = prove(inner, pulled[0])
                 if mine is not None:
-                    self._compare(mine, pulled[-1], *place)
+                    self._compare(mine, pulled[-1], step, name)
         layout = present(self._layout, "a take-over before the first forward")
         slots = SlotPair.attach(descriptor, self._rank, order.header_bytes, order.payload_bytes)
         self._context.mode = live = Live(self._context, self._rank, layout, slots, step=order.restore_step)

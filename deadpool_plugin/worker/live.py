@@ -43,24 +43,17 @@ class Live:
         self._groups.calls_area = slots.calls
         self._stager = Stager(rank, layout, self._adapter.state.changing, slots, context.link)
         self._log = CallLog(step)
-        self.inside = False
-        """Whether a call is being executed."""
-        self._updated = False
-        """Whether the call under way has made an update."""
-        self._results = copies.HostCopies()
-        """Copies in host memory of what the newest call told."""
+        self.inside = False  # a call is being executed,
+        self._updated = False  # and it has made an update
+        self._results = copies.HostCopies()  # of what the newest call told
         self._loss: float | None = None
-        self._error = ""
-        """The error that a failed call gave the script, which must not go on after it."""
-        self._at_entry: dict[str, Any] = {}
-        self._at_exit: dict[str, Any] = {}
-        """Random states when the newest call began, and when it was done."""
-        self._versions_at_cut: int | None = None
-        """`Layout.versions` at the newest cut, until the next call or collective."""
+        self._error = ""  # that a failed call gave the script, which must not go on after it
+        self._at_entry: dict[str, Any] = {}  # random states when the newest call began,
+        self._at_exit: dict[str, Any] = {}  # and when it was done
+        self._versions_at_cut: int | None = None  # of the shard, until the next call or collective
         self._has_noted_edit = self._cannot_be_followed = False
         self._progress_at = 0.0
-        self._restored = -1
-        """The step that the newest swap went back to."""
+        self._restored = -1  # the step that the newest swap went back to
         self._swap_began: float | None = None
 
     # ---- what the script asks for
@@ -112,14 +105,12 @@ class Live:
             return self._groups.issue(handle, name, args, kwargs)
         self._begin()
         given, written = collective.tensors((args, kwargs)), collective.outputs(name, args, kwargs)
-        kept = [copies.copied(tensor) for tensor in given]  # those of a device in host memory once the call has ended
-        originals = iter(kept)
-        arguments = copies.replaced((args, kwargs), lambda _: next(originals))
+        kept = copies.replaced((args, kwargs), copies.copied)  # of a device in host memory once the call has ended
         restore_entry = self._entry()
 
         def restore_tensors() -> None:
             restore_entry()
-            for mine, before in zip(given, kept, strict=True):
+            for mine, before in zip(given, collective.tensors(kept), strict=True):
                 mine.detach().copy_(before)
 
         def first_time() -> list[Any]:
@@ -128,7 +119,7 @@ class Live:
             return [written, int(work.source_rank())]
 
         def again() -> None:
-            self._groups.issue(handle, name, *copies.replaced(arguments, copies.copied_back)).wait()
+            self._groups.issue(handle, name, *copies.replaced(kept, copies.copied_back)).wait()
 
         logged = LoggedCall(Call(name, CallKind.PLAIN, first_time), self._log.step, restore_tensors, self._places())
         outcome = self._run(logged)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import queue
 import threading
 import time
@@ -32,15 +33,11 @@ class Layout:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
-        self.offsets: list[int] = []
-        end = 0
-        for tensor in tensors:
-            self.offsets.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // 64) * 64
-        self.payload_bytes = max(end, 64)
-        described = [(list(t.shape), str(t.dtype), offset) for t, offset in zip(tensors, self.offsets, strict=True)]
-        self.digest = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
         self._forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        *self._offsets, end = itertools.accumulate((-(-tensor.nbytes // 64) * 64 for tensor in tensors), initial=0)
+        self.payload_bytes = max(end, 64)
+        described = [(list(t.shape), str(t.dtype), offset) for t, offset in zip(tensors, self._offsets, strict=True)]
+        self.digest = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
     def check(self) -> None:
         """Raises: Unsupported if a tensor was given another shape or dtype since: its place would not hold it."""
@@ -59,10 +56,8 @@ class Layout:
     def views(self, payload: memoryview) -> list[torch.Tensor]:
         """Each tensor's place in `payload` as a tensor of its shape and dtype (shares the memory)."""
         whole = torch.frombuffer(payload, dtype=torch.uint8)
-        return [
-            whole[offset : offset + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
-            for t, offset in zip(self.tensors, self.offsets, strict=True)
-        ]
+        places = zip(self.tensors, self._offsets, strict=True)
+        return [whole[offset : offset + t.nbytes].view(t.dtype).view(t.shape) for t, offset in places]
 
     @torch.no_grad()
     def load(self, payload: memoryview) -> None:
@@ -72,25 +67,21 @@ class Layout:
 
 
 class Stager:
-    """Stages one step at a time on a thread of its own.
-
-    Thread: `stage`, `wait`, `drop` main thread only.
-    """
+    """Stages one step at a time on a thread of its own. All methods are the main thread's."""
 
     def __init__(
         self, rank: int, layout: Layout, changing: Sequence[torch.Tensor], slots: SlotPair, link: AgentLink
     ) -> None:
         self._rank, self._layout, self._slots, self._link = rank, layout, slots, link
         self._views = [layout.views(slots.payload(step)) for step in (0, 1)]
-        on_device = any(tensor.is_cuda for tensor in layout.tensors)
-        self._side_stream = torch.cuda.Stream() if on_device else None  # type: ignore[no-untyped-call]
-        self._queue: queue.SimpleQueue[tuple[int, int, bytes, bytes, int, threading.Event]] = queue.SimpleQueue()
         self._changing = {id(tensor): torch.empty_like(tensor) for tensor in changing}
-        self._pending = False
-        self._waited_at, self._slow_steps = time.monotonic(), 0
+        self._queue: queue.SimpleQueue[tuple[int, int, bytes, bytes, int, threading.Event]] = queue.SimpleQueue()
+        self._cancel, self._pending = threading.Event(), False
         self._error: BaseException | None = None
-        self._cancel = threading.Event()
-        if self._side_stream is not None:
+        self._waited_at, self._slow_steps = time.monotonic(), 0
+        self._side_stream: torch.cuda.Stream | None = None
+        if any(tensor.is_cuda for tensor in layout.tensors):
+            self._side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._pin()
         threading.Thread(target=self._run, name="deadpool-stager", daemon=True).start()
 
@@ -155,6 +146,8 @@ class Stager:
         if self._error is not None:
             raise self._error
 
+    # ---- the staging thread
+
     def _run(self) -> None:
         if self._side_stream is not None:
             # a new thread's current device is GPU 0, on which every rank would then allocate memory
@@ -175,15 +168,12 @@ class Stager:
     def _copy(self, step: int) -> None:
         self._slots.invalidate(step)
         sources = [self._changing.get(id(tensor), tensor) for tensor in self._layout.tensors]
-        pairs = zip(sources, self._views[step % 2], strict=True)
-        if self._side_stream is None:
-            for tensor, view in pairs:
-                view.copy_(tensor)
-            return
-        with torch.cuda.stream(self._side_stream):
-            for tensor, view in pairs:
-                view.copy_(tensor, non_blocking=True)
-        self._side_stream.synchronize()
+        stream = self._side_stream
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            for tensor, view in zip(sources, self._views[step % 2], strict=True):
+                view.copy_(tensor, non_blocking=stream is not None)
+        if stream is not None:
+            stream.synchronize()
 
     def _pin(self) -> None:
         """Page-lock the arena for direct copies from the device (stays registered for the life of the process), if it
