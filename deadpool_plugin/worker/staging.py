@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -75,15 +75,14 @@ class Stager:
         self._rank, self._layout, self._slots, self._link = rank, layout, slots, link
         self._views = [layout.views(slots.payload(step)) for step in (0, 1)]
         self._changing = {id(tensor): torch.empty_like(tensor) for tensor in changing}
-        self._queue: queue.SimpleQueue[tuple[int, int, bytes, bytes, int, threading.Event]] = queue.SimpleQueue()
-        self._cancel, self._pending = threading.Event(), False
-        self._error: BaseException | None = None
+        self._cancel, self._staged = threading.Event(), Future[None]()
+        self._staged.set_result(None)
         self._waited_at, self._slow_steps = time.monotonic(), 0
         self._side_stream: torch.cuda.Stream | None = None
         if any(tensor.is_cuda for tensor in layout.tensors):
             self._side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._pin()
-        threading.Thread(target=self._run, name="deadpool-stager", daemon=True).start()
+        self._thread = ThreadPoolExecutor(1, "deadpool-stager", self._choose_device)
 
     def stage(self, step: int, generation: int, scalars: bytes, records: bytes, paired: int = 0) -> None:
         """Copy the shard as it is now into the slot of `step` once the gate is open.
@@ -91,22 +90,22 @@ class Stager:
         Args: paired: what the collectives up to this cut come to (transport/flight_recorder.py).
         """
         self._layout.check()
-        self._pending = True
         for tensor in self._layout.tensors:
             if id(tensor) in self._changing:
                 self._changing[id(tensor)].copy_(tensor)
         if self._side_stream is not None:
             self._side_stream.wait_stream(torch.cuda.current_stream())
-        self._queue.put((step, generation, scalars, records, paired, self._cancel))
+        self._staged = self._thread.submit(self._stage, step, generation, scalars, records, paired, self._cancel)
+        self._staged.add_done_callback(lambda _: self._link.wake())
 
     def wait(self) -> None:
         """Block until nothing is being staged: the shard may change afterwards. Report if most of a step is spent so.
 
-        Raises: GenerationChanged.
+        Raises: GenerationChanged; what the staging thread met, for the script's own traceback and exit code.
         """
         began = time.monotonic()
-        self._link.wait_until(lambda: not self._pending)
-        self._check()
+        self._link.wait_until(self._staged.done)
+        self._staged.result()
         now = time.monotonic()
         waited_s, step_s = now - began, now - self._waited_at
         self._waited_at = now
@@ -123,8 +122,8 @@ class Stager:
         self._cancel.set()
         self._cancel = threading.Event()
         self._link.wake()
-        self._link.wait_until(lambda: not self._pending, interruptible=False)
-        self._check()
+        self._link.wait_until(self._staged.done, interruptible=False)
+        self._staged.result()
 
     def state_of(self, step: int) -> Any:
         """All of the snapshot of `step` but its shard."""
@@ -141,28 +140,20 @@ class Stager:
         self._layout.load(self._slots.payload(step))
         return state
 
-    def _check(self) -> None:
-        """Raises: what the staging thread met, for the script's own traceback and exit code."""
-        if self._error is not None:
-            raise self._error
-
     # ---- the staging thread
 
-    def _run(self) -> None:
+    def _choose_device(self) -> None:
         if self._side_stream is not None:
             # a new thread's current device is GPU 0, on which every rank would then allocate memory
             torch.cuda.set_device(self._side_stream.device)
-        while self._error is None:
-            step, generation, scalars, records, paired, cancel = self._queue.get()
-            try:
-                if step < 2 or self._link.wait_for_commit(step - 1, cancel.is_set):
-                    self._copy(step)
-                    self._slots.seal(step, generation, self._layout.digest, scalars, paired)
-                    self._link.send(local.Staged(self._rank, step, generation, records))
-            except BaseException as error:  # raised again by the main thread
-                self._error = error
-            self._pending = False
-            self._link.wake()
+
+    def _stage(
+        self, step: int, generation: int, scalars: bytes, records: bytes, paired: int, cancel: threading.Event
+    ) -> None:
+        if step < 2 or self._link.wait_for_commit(step - 1, cancel.is_set):
+            self._copy(step)
+            self._slots.seal(step, generation, self._layout.digest, scalars, paired)
+            self._link.send(local.Staged(self._rank, step, generation, records))
 
     @torch.no_grad()
     def _copy(self, step: int) -> None:

@@ -61,7 +61,7 @@ def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeyp
     stager.stage(0, 0, b"", b"")
     assert isinstance(sent.get(), local.Staged)
     assert [view.tolist() for view in layout.views(slots.payload(0))] == [[1.0] * 3, [7.0] * 2]
-    assert chosen == [(Stream.device, "deadpool-stager")]
+    assert chosen == [(Stream.device, "deadpool-stager_0")]
     assert len(launches) == 1
     ((kind, text),) = notes
     assert kind == "Note" and "could not be page-locked: out of memory" in text
