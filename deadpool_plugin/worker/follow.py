@@ -222,5 +222,5 @@ class Follow:
         self._context.mode = live = Live(self._context, self._rank, layout, slots, step=order.restore_step)
         self._mute.release_files()
         self._context.saves.folders.take_over()
-        live.newcomer(order.generation, order.store, order.restore_step)
+        live.take_over(order)
         self._mute.lift()

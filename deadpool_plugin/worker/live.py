@@ -277,8 +277,7 @@ class Live:
         self._stager.stage(step, self._groups.generation, state, self._log.records(step - 1), self._groups.cut(step))
 
     def _report_first_step(self, step: int) -> None:
-        """Report `step` if it is the first one since a swap."""
-        if self._swap_began is not None:
+        if self._swap_began is not None:  # the first one since a swap
             took, generation = time.monotonic() - self._swap_began, self._groups.generation
             self._link.event("FirstStepDone", generation=generation, rank=self._rank, step=step, duration_s=took)
             self._swap_began = None
@@ -302,7 +301,7 @@ class Live:
                     self._leave(join.restore_step)
                 saves.report_cancelled(flights[reported:], join.restore_step)
                 reported = len(flights)
-                self._enter(join.generation, join.store, join.restore_step)
+                self._enter(join)
                 saves.sweep(flights, join.restore_step)
                 for logged in self._log.after_cut(join.restore_step):
                     self._redo(logged)
@@ -310,11 +309,11 @@ class Live:
             except GenerationChanged as change:
                 forget(change)
 
-    def newcomer(self, generation: int, store: str, restore_step: int) -> None:
+    def take_over(self, order: local.TakeOver) -> None:
         """Enter as the replacement of a lost rank, through as many further swaps as come."""
         self._swap_began = time.monotonic()
         try:
-            self._enter(generation, store, restore_step)
+            self._enter(order)
         except GenerationChanged as change:
             forget(change)
             self._swap()
@@ -334,11 +333,11 @@ class Live:
         self._link.send(local.OutOfReach(reason))
         raise SystemExit(self._context.wait_for_end())
 
-    def _enter(self, generation: int, store: str, restore_step: int) -> None:
-        """Become part of `generation` with the state of `restore_step`. Raises: GenerationChanged."""
-        began = time.monotonic()
+    def _enter(self, order: local.Join | local.TakeOver) -> None:
+        """Become part of the generation with the state of the step that are ordered. Raises: GenerationChanged."""
+        began, step = time.monotonic(), order.restore_step
         self._stager.drop()
-        self._groups.rebuild(generation, store)
+        self._groups.rebuild(order.generation, order.store)
         _let_device_rest()  # until `rebuild` had let them rest gloo's threads copied results to the device
         # calls and collectives of ours, not the script's, are neither logged nor redone
         with self._executing():
@@ -346,19 +345,18 @@ class Live:
         took, groups = time.monotonic() - began, len(self._groups.handles)
         self._link.event("GroupsRebuilt", rank=self._rank, groups=groups, duration_s=took)
         restoring = time.monotonic()
-        state = self._stager.load(restore_step)
+        state = self._stager.load(step)
         self._adapter.state.load(state["scalars"])
         with self._executing():
             self._adapter.state.after_restore()
         rng.restore(self._adapter, state["rng"])
-        self._restored = restore_step
+        self._restored = step
         now = time.monotonic()
-        self._link.event("StateRestored", rank=self._rank, step=restore_step, duration_s=now - restoring)
-        self._link.event("WorkerResumed", rank=self._rank, step=restore_step, duration_s=now - began)
-        self._link.send(local.Restored(self._rank, generation))
+        self._link.event("StateRestored", rank=self._rank, step=step, duration_s=now - restoring)
+        self._link.event("WorkerResumed", rank=self._rank, step=step, duration_s=now - began)
+        self._link.send(local.Restored(self._rank, order.generation))
 
     def _redo(self, logged: LoggedCall) -> None:
-        """Execute a call again, after the step that was restored."""
         call, segment = logged.call, logged.segment
         logged.rewind()
         try:

@@ -52,8 +52,8 @@ class Told(Live):
             send=self.said.append,
         )
 
-    def _enter(self, generation: int, store: str, restore_step: int) -> None:
-        self.entered.append(restore_step)
+    def _enter(self, order: local.Join | local.TakeOver) -> None:
+        self.entered.append(order.restore_step)
 
 
 @pytest.mark.parametrize("first, steps, restore_step", [(0, 9, 7), (0, 1, 0), (5, 1, 5), (5, 9, 14)])
