@@ -187,8 +187,6 @@ class Cluster:
 
     def copies(self, source: NodeId, target: NodeId) -> int:
         """How often a message is heard: more often than TCP allows, and as often as core must bear."""
-        if not self.blows.rules:
-            return 1
         rules = [rule for rule in self.blows.rules if isinstance(rule, Duplicate) and self.timeline.now < rule.until]
         return max([rule.judge(source, target, self.rng).copies for rule in rules], default=1)
 
@@ -205,6 +203,11 @@ class Cluster:
         """Nothing runs on `node` any more."""
         self._up.discard(node.number)
         self.timeline.halted = self.timeline.halted or self.is_over
+
+    @property
+    def nobody_watches(self) -> bool:
+        """Return whether an input that nothing is done about need not be told (`stepped`)."""
+        return self._has_begun and self.transcript is None and not self.strikes.listens
 
     def stepped(self, node: Node, event: api.Input, actions: Sequence[api.Action]) -> None:
         """`node`'s controller has taken in `event` and answers `actions`, none of which is carried out yet."""

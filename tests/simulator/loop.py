@@ -101,8 +101,7 @@ class HostLoop(asyncio.AbstractEventLoop):
     def _turn(self) -> None:
         """All that is ready now, and what that makes ready, as long as that is not too much at a time."""
         ready, self._has_turn = self._ready, True
-        if self is not _running[0]:
-            self.run_from_here()
+        _running[0] = self
         for _ in range(CALLBACKS_MAX):
             if not ready or self.paused or self.gone:
                 break

@@ -26,7 +26,7 @@ from deadpool_plugin.transport import sockets
 
 from .clock import Timeline
 from .loop import HostLoop, simulated
-from .rules import Rules
+from .rules import PASS, Rules
 from .violation import Violation
 
 RETRY_S, RETRY_MAX_S = 0.2, 1.6
@@ -134,15 +134,12 @@ class Wire:
     def __init__(self, sock: Socket) -> None:
         self._sock = sock
         self._network = sock.kernel.network
+        self._ends = (sock.node, sock.remote.node)
         self.waiting: deque[object] = deque()
         self._flight: deque[tuple[float, object]] = deque()
         self._stalled_since: float | None = None
         self._retrying = self._awaits_ack = False
         self._arrives_at = 0.0
-
-    @property
-    def _ends(self) -> tuple[NodeId, NodeId]:
-        return self._sock.node, self._sock.remote.node
 
     def put(self, item: object) -> None:
         """Queue bytes, END or RESET."""
@@ -156,14 +153,14 @@ class Wire:
         """Put on the wire what passes; try again later what does not."""
         self._retrying = False
         network, (source, target) = self._network, self._ends
-        now = network.timeline.now
+        now, rules = network.timeline.now, network.rules
         while self.waiting:
-            passage = network.rules.judge(now, source, target)
+            passage = rules.judge(now, source, target) if rules.in_force else PASS
             if not passage.copies or network.kernels[target].dark or network.kernels[source].dark:
                 self._stall(now)
                 return
             self._stalled_since = None
-            if not self._awaits_ack and network.rules.is_cut(now, target, source):
+            if rules.in_force and not self._awaits_ack and rules.is_cut(now, target, source):
                 self._awaits_ack = True
                 network.timeline.after(self._sock.timeout_s, self._check_ack)
             self._fly(self.waiting.popleft(), passage.delay_s)

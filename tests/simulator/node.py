@@ -43,15 +43,17 @@ class Watched(Controller):
 
     def __init__(self, node: Node, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._node = node
+        self._node, self._cluster = node, node.cluster
 
     def step(self, event: api.Input, now: float) -> Iterable[api.Action]:  # type: ignore[override]
-        node, cluster = self._node, self._node.cluster
-        if not self.ended:
+        node, cluster = self._node, self._cluster
+        if not self._ctx.ended:
             cluster.coverage.sees(self, event)
         if isinstance(event, api.WorkerFinished):
             node.finished(event.rank)
         actions: Sequence[api.Action] = super().step(event, now)
+        if not actions and cluster.nobody_watches:  # most ticks
+            return ()
         cluster.stepped(node, event, actions)
         node.must_live()
         return self._carried_out(actions) if actions else ()
@@ -73,7 +75,7 @@ class SimulatedAgent(Agent):
         super().__init__(*arguments)
         ours = self._controller
         self._controller = Watched(node, ours._ctx.node, ours._ctx.timing, ours._ctx.policy)
-        self._host_node = node
+        self._host_node, self._cluster = node, node.cluster
 
     def _broke(self, error: BaseException) -> None:
         if isinstance(error, Killed):
@@ -85,10 +87,10 @@ class SimulatedAgent(Agent):
         super()._broke(error)
 
     def feed(self, event: api.Input) -> None:
-        copies = 1
-        if isinstance(event, api.Received):
-            copies = self._host_node.cluster.copies(event.sender, self._host_node.number)
-        for _ in range(copies):
+        if not (self._cluster.blows.rules and isinstance(event, api.Received)):
+            super().feed(event)
+            return
+        for _ in range(self._cluster.copies(event.sender, self._host_node.number)):
             super().feed(event)
 
 

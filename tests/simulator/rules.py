@@ -92,20 +92,20 @@ class Duplicate(Rule):
 
 
 class Rules:
-    """All rules in force."""
+    """The rules of a network. `in_force`: all of them, or some that are over."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._rules: list[Rule] = []
+        self.in_force: list[Rule] = []
 
     def add(self, now: float, rules: Sequence[Rule]) -> None:
         for rule in rules:
             rule.since = now
-        self._rules = [rule for rule in self._rules if now < rule.until] + list(rules)
+        self.in_force = [rule for rule in self.in_force if now < rule.until] + list(rules)
 
     def judge(self, now: float, source: NodeId, target: NodeId) -> Passage:
         passage = PASS
-        for rule in self._rules:
+        for rule in self.in_force:
             answer = rule.judge(source, target, self._rng) if now < rule.until else PASS
             if answer is not PASS:
                 passage = Passage(min(passage.copies * answer.copies, 2), passage.delay_s + answer.delay_s)
@@ -113,15 +113,15 @@ class Rules:
 
     def is_cut(self, now: float, source: NodeId, target: NodeId, for_s: float = 0.0, but: str = "") -> bool:
         """Return whether nothing at all passes now, nor has for `for_s`, by rules of any kind `but` one."""
-        return bool(self._rules) and any(
+        return any(
             isinstance(rule, Cut)
             and rule.kind != but
             and rule.since + for_s <= now < rule.until
             and source in rule.sources
             and target in rule.targets
-            for rule in self._rules
+            for rule in self.in_force
         )
 
     def clear(self) -> None:
         """The faults stop, but for what is for good."""
-        self._rules = [rule for rule in self._rules if rule.until == math.inf]
+        self.in_force = [rule for rule in self.in_force if rule.until == math.inf]
