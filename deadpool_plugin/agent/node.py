@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from ..config import Config
 from ..core import api, local
 from ..core.types import NodeId, Rank, Step, World
+from ..host.machine import Machine
 from ..host.output import Pipe
 from ..transport.handshake import Credentials
 from ..transport.unix import LocalPeer
-from .host import Host
 from .reports import Reports
 from .world import Job, Place
 
@@ -82,7 +82,7 @@ class LocalNode:
     """This node. `credentials.job` is filled in when the nodes have met. `feed` gives the controller one input."""
 
     place: Place
-    host: Host
+    host: Machine
     config: Config
     credentials: Credentials
     job: Job

@@ -21,6 +21,7 @@ from ..core.messages import Goodbye, RankCalls, Verdict
 from ..core.types import listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, ConfigError, DeadpoolError, InvariantViolated
 from ..host.files import CONTACTS_FOLDER
+from ..host.machine import Machine
 from ..host.output import Cuts
 from ..host.processes import described_exit
 from ..transport.flight_recorder import read_calls
@@ -28,7 +29,6 @@ from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
 from ..transport.tasks import Tasks, begin, soon
 from ..transport.unix import LocalPeer, close_descriptors
-from .host import Host
 from .links import Links
 from .mirroring import Mirroring
 from .node import LocalNode, Slot
@@ -47,7 +47,7 @@ WITHDRAW_S = 1.0
 class Agent:
     """One node's agent; `run` once, on the loop on which it was made. `credentials`: the host's, too."""
 
-    def __init__(self, host: Host, place: Place, config: Config, credentials: Credentials, job: Job) -> None:
+    def __init__(self, host: Machine, place: Place, config: Config, credentials: Credentials, job: Job) -> None:
         self._host, self._config = host, config
         self._in_job = job.invitation is None
         """False until a host that joins has asked to. Until then the node id may turn out to be another host's."""

@@ -1,4 +1,9 @@
-"""The Linux machine a node's agent runs on: the body of `Host` (agent/host.py) that jobs have."""
+"""One Linux machine, handed to the agent that runs on it: its processes, memory, files and bulk transfers.
+
+Rules of this file: the simulator has bodies of its own for these classes (tests/simulator), and the agent relies on
+nothing but what stands here. What waits is awaited, and may end in any order, or never; what is said to block is given
+to `at_files` or `in_thread`. Thread: the event loop's only, but for what blocks.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +16,126 @@ from typing import TypeVar
 
 from ..config import Config
 from ..core.local import AnyLocalMessage
-from ..core.types import NodeId
+from ..core.types import Generation, Holding, NodeId, Rank, Source, Step
+from ..errors import PeerRefused
+from ..mirror.arena import SlotPair
+from ..mirror.peer import BulkPeer, SnapshotPush
+from ..mirror.server import BulkServer
 from ..mirror.store import SnapshotStore
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
-from ..transport.sockets import allow_many_files
+from ..transport.sockets import Address, Port, allow_many_files
+from ..transport.tasks import soon
 from ..transport.unix import LocalPeer, LocalServer
 from . import files, proc
-from .bulk import BulkTransfers
 from .files import SharedFolder
 from .output import Pipe, Writer
 from .processes import Processes
 from .spawning import reset_affinity
 
 T = TypeVar("T")
+_BULK_THREADS = 16
+
+
+class BulkTransfers:
+    """Transfers between the stores of this node and of others.
+
+    What waits for another node raises TransportError if it does not answer, RefusedByPeer if it says no. Nothing is
+    tried again. Every connection is made when it is first needed.
+
+    Args: bind_host, port_range: where the server listens, as for `listen_tcp`.
+    """
+
+    def __init__(
+        self,
+        node: NodeId,
+        credentials: Credentials,
+        store: SnapshotStore,
+        bind_host: str,
+        port_range: tuple[int, int] | None,
+        silent_after_s: float,
+    ) -> None:
+        self._node, self._credentials, self._store = node, credentials, store
+        self._bind, self._silent_after_s = (bind_host, port_range), silent_after_s
+        self._threads = ThreadPoolExecutor(_BULK_THREADS, thread_name_prefix="deadpool-ask")
+        self._addresses: dict[NodeId, Address] = {}
+        self._peers: dict[NodeId, BulkPeer] = {}
+        self._server: BulkServer | None = None
+
+    def serve(
+        self, on_mirrored: Callable[[Rank, Step, Generation, Holding], None], on_refused: Callable[[PeerRefused], None]
+    ) -> Port:
+        """Let other nodes mirror and ask here, at the port that is returned. Raises: ConfigError.
+
+        `on_mirrored` hears of each snapshot that has arrived whole, before its sender does. `on_refused` hears of
+        peers that do not prove the job's secret, once per host.
+        """
+        loop = asyncio.get_running_loop()
+        self._server = BulkServer(
+            self._store, self._credentials, *self._bind,
+            lambda *mirrored: soon(loop, on_mirrored, *mirrored), self._node, self._silent_after_s, on_refused,
+        )  # fmt: skip
+        return self._server.address[1]
+
+    def know(self, node: NodeId, address: Address) -> None:
+        """Use `address` for `node`, this one included: its own server answers."""
+        self._addresses[node] = address
+
+    def _to(self, node: NodeId) -> BulkPeer:
+        if node not in self._peers:
+            self._peers[node] = BulkPeer(
+                self._addresses[node], self._credentials, self._store, self._node, self._silent_after_s
+            )
+        return self._peers[node]
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def push(self, node: NodeId, push: SnapshotPush) -> None:
+        """Mirror an own snapshot at `node`, which has sealed it on return. Pushes to one node go in their order.
+
+        Raises: InAnotherGeneration, NotHeld, CorruptSnapshot, TransferFailed.
+        """
+        await asyncio.wrap_future(self._to(node).push(push))
+
+    async def push_recording(self, node: NodeId, rank: Rank, generation: Generation, recording: bytes) -> None:
+        """Have `node` hold the recording of the rank's start-up collectives."""
+        await asyncio.wrap_future(self._to(node).push_recording(rank, generation, recording))
+
+    async def get_recording(self, node: NodeId, rank: Rank) -> bytes:
+        return await self._in_thread(self._to(node).get_recording, rank)
+
+    async def get_history(self, node: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
+        """Ask `node` for the call records of first..last."""
+        return await self._in_thread(self._to(node).get_history, rank, first, last)
+
+    async def fetch(self, source: Source, step: Step, into: SlotPair, generation: Generation) -> None:
+        """Make `into` hold snapshot (source.rank, step) from the nodes that `source` names.
+
+        Raises: StaleGeneration once `generation` is over; the slot is then invalid, or as it was. If the caller is
+        cancelled it goes on writing until it fails or is done.
+        """
+        header_peer, payload_peer = self._to(source.header_node), self._to(source.payload_node)
+        await self._in_thread(header_peer.fetch, source.rank, step, source.payload_rank, into, payload_peer, generation)
+
+    async def forget(self, nodes: tuple[NodeId, ...]) -> None:
+        """End everything that still waits for `nodes`, which are lost."""
+        gone = [self._peers.pop(node) for node in nodes if node in self._peers]
+        await asyncio.gather(*(self._in_thread(peer.close) for peer in gone))
+
+    async def close(self) -> None:
+        """End the server and every connection; threads that do not end are left behind."""
+        if self._server is not None:
+            await self._server.close()
+        await self.forget(tuple(self._peers))
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Machine:
-    """This host, for the agent of one node. Thread: the event loop's only, made by the process's main one.
+    """This host, for the agent of one node; made by the process's main thread.
 
     Args:
-        where: this node's addresses, of `reachable`.
+        where: the interface to listen on ("" for all), and the address by which others reach this node.
         listener: the listening Unix socket supervisors and workers connect to.
         job_tag: what the environment tags of this node's workers begin with.
     """
@@ -58,6 +162,7 @@ class Machine:
         self._memory = ThreadPoolExecutor(thread_name_prefix="deadpool-memory")
 
     def pipe(self, descriptor: int) -> Pipe:
+        """Read what processes of the node print, from `descriptor`, which is the pipe's from now on."""
         return Pipe(descriptor, self.output)
 
     def serve(
@@ -65,24 +170,31 @@ class Machine:
         on_message: Callable[[LocalPeer, AnyLocalMessage, list[int]], None],
         on_closed: Callable[[LocalPeer], None],
     ) -> None:
+        """Accept the node's processes; the descriptors that come with a message are the receiver's."""
         self._server = LocalServer(self._listener, on_message, on_closed)
 
     def publish(self, hello: Hello, secret_files: tuple[str, ...], job: str) -> None:
+        """Name this node where hosts that want to join look for one. Raises: OSError. Blocks: for the files."""
         files.publish(self._config.output_dir, hello, secret_files, job)
 
     def withdraw(self) -> None:
+        """Name it there no more. Blocks: for the files."""
         files.withdraw(self._config.output_dir, self._node)
 
     async def at_files(self, work: Callable[[], T]) -> T:
+        """Return what `work` does, which blocks for files that may be on shared storage: it may never return."""
         return await asyncio.get_running_loop().run_in_executor(None, work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
+        """Return what `work` does, which blocks for memory. If its caller is cancelled it goes on all the same."""
         return await asyncio.get_running_loop().run_in_executor(self._memory, work)
 
     async def close(self) -> None:
+        """Serve other nodes no more, and end what waits for them."""
         self.processes.close()
         await self.bulk.close()
 
     def end(self) -> None:
+        """Write what is queued, and end (SIGKILL) every process of the node that is left."""
         self.output.close()
         proc.sweep(self._job_tag)

@@ -50,12 +50,15 @@ class Processes:
         self._task.add_done_callback(lambda task: task.cancelled() or task.result())
 
     def watch(self, pid: int, on_end: Callable[[int], None], on_stopped: Callable[[float], None]) -> None:
+        """Call `on_end(exit_code)` once `pid` ends (as in subprocess; 0 is not told), and `on_stopped(seconds)` once it
+        has stood still for the job's patience."""
         self._watched[pid] = _Watched(on_end, on_stopped)
 
     def forget(self, pid: int) -> None:
         self._watched.pop(pid, None)
 
     def is_gone(self, pid: int) -> bool:
+        """Return whether `pid` has ended, or is ending."""
         status = proc.look(pid)
         return status is None or status.ending
 
@@ -67,16 +70,21 @@ class Processes:
             os.kill(pid, signal.SIGKILL)
 
     def exit_code(self, pid: int) -> int | None:
+        """Return the exit code of `pid`, as in subprocess, if it is ending and that is known; 0 never is."""
         status = proc.look(pid)
         if status is None or not status.ending or not status.wait_status:
             return None
         return os.waitstatus_to_exitcode(status.wait_status)
 
     def sweep(self, local_rank: int) -> None:
+        """End all that was started for `local_rank`, also what that has started."""
         proc.sweep(f"{self._job_tag}{local_rank}.")
 
     def pause(self, running: Mapping[int, int], others: Mapping[int, int]) -> None:
-        """Stop all of `running` at once, then what they have started. Blocks: some 10 ms."""
+        """Stop all of `running` (local rank -> process) at once, then what they have started. Blocks: some 10 ms.
+
+        `others`: local rank -> the process that looks after it, which goes on.
+        """
         met, found = set[int](), {*running.values()}
         while found:
             for pid in found:

@@ -1,4 +1,4 @@
-"""The contract of `Bulk` (agent/host.py), of both its bodies: the machine's over real connections, and the simulator's.
+"""The contract of `BulkTransfers` (host/machine.py), of its body there over real connections and of the simulator's.
 
 Rules of this file: one store and one body a node, and nothing of the agent; what is asserted of one body is of both.
 """
@@ -16,10 +16,9 @@ from simulator.network import faked
 from simulator.schedule import scenario
 from support.stores import free
 
-from deadpool_plugin.agent.host import Bulk
 from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Source, Step
 from deadpool_plugin.errors import StaleGeneration, TransportError
-from deadpool_plugin.host.bulk import BulkTransfers
+from deadpool_plugin.host.machine import BulkTransfers
 from deadpool_plugin.mirror.peer import SnapshotPush
 from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import CorruptSnapshot, SnapshotStore
@@ -36,7 +35,7 @@ class Bodies:
     """Nodes 0 to 2. `heard`: what each was told of snapshots that have arrived there."""
 
     def __init__(
-        self, bulk: list[Bulk], stores: list[SnapshotStore], end: Callable[[NodeId], Coroutine[Any, Any, None]]
+        self, bulk: list[Any], stores: list[SnapshotStore], end: Callable[[NodeId], Coroutine[Any, Any, None]]
     ) -> None:
         self.bulk, self.stores, self.end = bulk, stores, end
         self.heard: list[list[Heard]] = [[] for _ in bulk]

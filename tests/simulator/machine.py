@@ -1,4 +1,4 @@
-"""The machine of a simulated host: the body of `Host` (agent/host.py) in which nothing is real but the books.
+"""The machine of a simulated host: the body of host/machine.py's, in which nothing is real but the books.
 
 Rules of this file: what works in a thread on a real machine is awaited for a drawn time here, and then done at once.
 """

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from deadpool_plugin.agent.host import Host
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.world import Invitation, Job, Place
 from deadpool_plugin.core import api
@@ -124,8 +123,7 @@ class Node:
         place = Place(self.number, len(cluster.world.members), cluster.scenario.slots, address_of(0), MASTER_PORT)
         job = Job(["script"], "/", "", {}, invitation=invitation)
         self.credentials = Credentials(SECRET)
-        host = cast(Host, self.machine)
-        self.agent = SimulatedAgent(self, host, place, cluster.config, self.credentials, job)
+        self.agent = SimulatedAgent(self, self.machine, place, cluster.config, self.credentials, job)
         self.loop.create_task(self._run(self.agent))
 
     async def _run(self, agent: SimulatedAgent) -> None:

@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from deadpool_plugin.agent import host as agent_host
 from deadpool_plugin.agent.node import LocalNode, Slot
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.world import Job, Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import api
-from deadpool_plugin.host.bulk import BulkTransfers
-from deadpool_plugin.host.machine import Machine
+from deadpool_plugin.host.machine import BulkTransfers, Machine
 from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.handshake import Credentials
@@ -29,7 +27,7 @@ class _Host(StandIn):
     at_files = in_thread
 
 
-def host(store: SnapshotStore | None = None, bulk: Any = None, **parts: object) -> agent_host.Host:
+def host(store: SnapshotStore | None = None, bulk: Any = None, **parts: object) -> Machine:
     """Make a host. `bulk`: others' memory, of which nothing is asked that a test does not give; `parts`: its others."""
     made = _Host(Machine)
     made.name, made.where, made.witness = "here", ("127.0.0.1", "here"), None
@@ -38,11 +36,11 @@ def host(store: SnapshotStore | None = None, bulk: Any = None, **parts: object) 
     made.processes = Processes("tag.", 10.0)
     for name, part in parts.items():
         setattr(made, name, part)
-    return cast(agent_host.Host, made)
+    return cast(Machine, made)
 
 
 def local_node(
-    on: agent_host.Host | None = None,
+    on: Machine | None = None,
     feed: Callable[[api.Input], Any] = lambda event: None,
     slots: Sequence[Slot] = (),
     node: int = 0,
