@@ -38,14 +38,6 @@ HISTORY_LOOK_STEPS = 64
 """Every so many steps the memory that call records take is looked at."""
 
 
-def decode_profile(blob: bytes) -> local.RankReady:
-    """Decode what a stand-in needs of a rank, which travels as the rank's recording. Raises: TransportError"""
-    try:
-        return msgspec.msgpack.decode(blob, type=local.RankReady)
-    except msgspec.MsgspecError as error:
-        raise TransportError(f"a recording of {len(blob)} bytes cannot be read: {error}") from error
-
-
 class Mirroring:
     """Arenas for this node's ranks, pushes of what is staged in them, and fetches of what this node lacks."""
 
@@ -139,13 +131,17 @@ class Mirroring:
         self._node.feed(api.SnapshotHeld(holding, generation))
         self._push_snapshot(rank, step, generation, message.records)
 
-    def mirror_again(self, rank: Rank, step: Step, generation: Generation) -> None:
+    def hold(self, rank: Rank, step: Step) -> None:
+        """Count the restore step that has come into own slots. Raises: StaleGeneration, TransportError."""
+        self._store.staged(rank, step, self._world.generation, self.profiles[rank].replicas)
+
+    def mirror_again(self, rank: Rank, step: Step) -> None:
         """Send the restore step and the recording to the buddies after a swap (they say so if they hold them)."""
         records = self._store.history(rank).get(step, step)[0]
         holding = Holding(rank, step, True, self.profiles[rank].replicas, self._store.paired(rank, step))
-        self._node.feed(api.SnapshotHeld(holding, generation))
+        self._node.feed(api.SnapshotHeld(holding, self._world.generation))
         self._push_recording(rank)
-        self._push_snapshot(rank, step, generation, records)
+        self._push_snapshot(rank, step, self._world.generation, records)
 
     def committed(self, step: Step) -> None:
         """Release what is not held along this world's ring, and watch the memory for call records."""
@@ -246,11 +242,16 @@ class Mirroring:
                     raise
             await asyncio.sleep(FETCH_RETRY_S)
 
-    async def recording(self, source: NodeId, rank: Rank) -> bytes:
-        """Get the recording of `rank`, from here if it is here, else from `source`. Raises: DeadpoolError."""
+    async def recording(self, source: NodeId, rank: Rank) -> local.RankReady:
+        """Get what a stand-in needs of `rank`, from here if it is here, else from `source`. Raises: DeadpoolError."""
         if source == self._node.id or rank in self._store.recordings:
-            return self._store.recording(rank)
-        return await self._ask(lambda: self._node.host.bulk.get_recording(source, rank), source)
+            blob = self._store.recording(rank)
+        else:
+            blob = await self._ask(lambda: self._node.host.bulk.get_recording(source, rank), source)
+        try:
+            return msgspec.msgpack.decode(blob, type=local.RankReady)
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"a recording of {len(blob)} bytes cannot be read: {error}") from error
 
     async def records(self, source: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
         """Get the call records of first..last, from `source`. Raises: TransportError, HistoryPruned."""

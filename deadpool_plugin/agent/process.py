@@ -7,19 +7,22 @@ each action goes to the part whose duty it is. An input that comes while another
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import traceback
 from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
+
 from .. import events
 from ..config import Config
 from ..core import api, local
 from ..core.controller import Controller
 from ..core.messages import Goodbye, RankCalls, Verdict
-from ..core.types import listed
-from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, ConfigError, DeadpoolError, InvariantViolated
+from ..core.types import Generation, SwapPlan, listed
+from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, ConfigError, DeadpoolError, InvariantViolated, present
 from ..host.files import CONTACTS_FOLDER
 from ..host.machine import Machine
 from ..host.output import Cuts
@@ -32,16 +35,18 @@ from ..transport.unix import LocalPeer, close_descriptors
 from .links import Links
 from .mirroring import Mirroring
 from .node import LocalNode, Slot
-from .plans import TakeOvers, check_witness, claim, look
 from .process_monitor import ProcessMonitor
 from .reports import Reports
-from .spares import Spares
+from .takeovers import TakeOvers
 from .workers import Workers
 from .world import Job, Place, described, form_world, policy_of, rack_named, timing_of
 
 WORKERS_KILL_S = 0.5
 SUPERVISORS_END_S = 4.0
 WITHDRAW_S = 1.0
+WITNESS_RETRY_S = 1.0
+WITNESS_SHARED_S = 120
+"""Attribute caches of NFS last a minute by default."""
 
 
 class Agent:
@@ -63,10 +68,9 @@ class Agent:
         self._controller = Controller(place.node, timing_of(config), policy_of(config))
         self._links = Links(node)
         self._mirroring = Mirroring(node)
-        self._monitor = ProcessMonitor(node, lambda slot: self._spares.replace(slot))
+        self._monitor = ProcessMonitor(node, lambda slot: self._takeovers.replace(slot))
         self._workers = Workers(node, self._monitor)
-        self._spares = Spares(node, self._monitor, self._workers, self._mirroring)
-        self._takeovers = TakeOvers(node, self._monitor, self._workers, self._mirroring, self._spares)
+        self._takeovers = TakeOvers(node, self._monitor, self._workers, self._mirroring)
         host.serve(self._on_message, self._monitor.closed)
         host.store.on_corrupt(lambda rank, step: soon(self._loop, self.feed, api.HoldingsDropped(rank, step - 1)))
         self._loop.set_exception_handler(lambda _, context: self._unhandled(context))
@@ -111,20 +115,17 @@ class Agent:
 
     async def _start(self) -> None:
         """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""
-        node, config = self._node, self._config
+        node, config, joins = self._node, self._config, not self._in_job
         hello = await self._links.listen()
-        if node.job.invitation is not None:
-            members = await self._links.join(hello)
-            self._publishing = begin(self._publish(hello))  # the file system may hang
-            self._tasks.start(self._check_witness())
-            # The job runs already: this host's first world is that of the plan that takes it in.
+        members = await self._links.join(hello) if joins else ()
+        hellos = await self._links.meet(hello) if not joins else []
+        self._tasks.start(self._publish(hello))  # the file system may hang
+        self._tasks.start(self._check_witness(joins))
+        if joins:  # the job runs already: this host's first world is that of the plan that takes it in
             self._in_job = True
             self._reports.emit(events.NodeJoined(host=self._host.name, ranks=(), spare=True))
             self.feed(api.Joining(members, rack_named(node.id, self._host.name, config.racks)))
             return
-        hellos = await self._links.meet(hello)
-        self._publishing = begin(self._publish(hello))  # the file system may hang
-        self._tasks.start(self._check_witness())
         world = form_world(hellos, config.spares, config.racks, config.copies)
         self._mirroring.enter(world)
         self._workers.form(world)
@@ -149,12 +150,50 @@ class Agent:
             folder = self._config.output_dir / CONTACTS_FOLDER
             self._reports.say(f"node {node.id} is not in {folder} ({error.strerror}): only `--to` finds it there")
 
-    async def _check_witness(self) -> None:
-        joins = self._node.job.invitation is not None
-        try:
-            await check_witness(self._node, shares=self._node.id == 0 and not joins)
-        except ConfigError as error:
-            self.feed(api.NodeGivenUp(str(error)) if joins else api.StopRequested(str(error), EXIT_CONFIG))
+    async def _check_witness(self, joins: bool) -> None:
+        """Check that this host and the first one see the same directory, and that it can have hard links."""
+        job, witness = self._node.credentials.job, self._host.witness
+        if witness is None:
+            return
+        expected, remedy = "a directory on storage that all hosts share", "name one, or mount it on this host"
+        found = f"the witness {witness} on {self._host.name} is not the directory that the first host has there"
+        if self._node.id == 0 and not joins:
+            try:
+                return await self._host.at_files(lambda: witness.share(job))
+            except OSError as error:
+                found = f"the witness {witness} cannot keep a hard link ({error.strerror})"
+                expected, remedy = f"{expected}, and that has them", "name another"
+        else:
+            for _ in range(WITNESS_SHARED_S):
+                await asyncio.sleep(1.0)  # an NFS client that looks too early remembers for long that there is nothing
+                with contextlib.suppress(OSError):
+                    if await self._host.at_files(lambda: witness.is_shared(job)):
+                        return
+        reason = str(ConfigError(found, expected, remedy))
+        self.feed(api.NodeGivenUp(reason) if joins else api.StopRequested(reason, EXIT_CONFIG))
+
+    async def _claim(self, plan: SwapPlan) -> None:
+        """Feed the plan that the witness keeps, `plan` unless it had one before; try until the storage answers."""
+        job, witness = self._node.credentials.job, present(self._host.witness, "a plan was claimed without a witness")
+        while True:
+            try:
+                kept = await self._host.at_files(lambda: witness.keep(job, plan))
+                break
+            except (OSError, msgspec.MsgspecError) as error:
+                self._reports.emit(events.Note(f"the witness in {witness} does not answer: {error}"))
+            await asyncio.sleep(WITNESS_RETRY_S)
+        self.feed(api.Claimed(kept))
+
+    async def _look(self, generation: Generation) -> None:
+        """Feed the plan that the witness has for `generation`. Once: whoever waits looks again."""
+        job, witness = (
+            self._node.credentials.job,
+            present(self._host.witness, "a plan was sought without a witness"),
+        )
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            kept = await self._host.at_files(lambda: witness.look(job, generation))
+            if kept is not None:
+                self.feed(api.Claimed(kept))
 
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(self._config.tick_s, self._tick)
@@ -198,7 +237,7 @@ class Agent:
         elif isinstance(message, local.WorkerHello):
             self._workers.worker(peer, message)
             if message.rehearsing and isinstance(peer.tag, Slot):  # else an order that has been overtaken
-                self._spares.introduced(peer.tag, peer, message)
+                self._takeovers.introduced(peer.tag, peer, message)
         elif slot is not None:
             self._heard(slot, peer, message)
 
@@ -229,11 +268,11 @@ class Agent:
                     process.unwound_for, process.in_training = max(process.unwound_for, generation), True
                 self.feed(api.WorkerRestored(message.rank, generation))
             case local.Rehearsed():
-                self._spares.rehearsed(slot, message)
+                self._takeovers.rehearsed(slot, message)
             case local.Moved():
-                self._spares.moved(slot, message)
+                self._takeovers.moved(slot, message)
             case local.Failing():
-                self._spares.failing(slot, message)
+                self._takeovers.failing(slot, message)
             case local.StoreOffer():
                 self._workers.store_offer(slot, message)
             case local.OutOfReach():
@@ -261,10 +300,10 @@ class Agent:
             case api.StartWorkers():
                 self._workers.start_groups(action.world.generation, action.store)
             case api.StartRehearsal():
-                self._spares.order(action.local_slot, action.rank, action.source)
+                self._takeovers.order(action.local_slot, action.rank, action.source)
             case api.Commit(step=step):
                 self._workers.commit(step)
-                self._spares.committed(step)
+                self._takeovers.committed(step)
                 self._mirroring.committed(step)
             case api.AbortWorkers(generation=generation):
                 self._takeovers.cancel()
@@ -289,9 +328,9 @@ class Agent:
                     if slot.rank == action.rank and slot.living is not None:
                         self._monitor.kill(slot, slot.living, action.reason)
             case api.Claim():
-                self._tasks.start(claim(self._node, action.plan))
+                self._tasks.start(self._claim(action.plan))
             case api.Look():
-                self._tasks.start(look(self._node, action.generation))
+                self._tasks.start(self._look(action.generation))
             case api.Reconfigure(plan=plan):
                 self._reports.generation = plan.world.generation
                 self._takeovers.act(plan)
@@ -327,7 +366,7 @@ class Agent:
         """
         monitor, node = self._monitor, self._node.id
         self._takeovers.cancel()
-        self._spares.drop()
+        self._takeovers.drop()
         monitor.end(exit_code)
         goodbye = Goodbye(self._controller.generation, self._verdict) if exit_code != EXIT_FENCED else None
         await self._links.mesh.close(goodbye)

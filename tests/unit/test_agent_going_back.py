@@ -18,7 +18,7 @@ from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.reports import sentence
-from deadpool_plugin.agent.spares import CHUNK_STEPS, Rehearsal, Spares
+from deadpool_plugin.agent.takeovers import CHUNK_STEPS, Rehearsal, TakeOvers
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import NO_STEP, World
@@ -54,21 +54,21 @@ def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
     async def scenario():
         slots = [Slot(0), Slot(1)]
         node = local_node(host(stand_in(SnapshotStore)), slots=slots, node=2)
-        spares = Spares(node, stand_in(ProcessMonitor), stand_in(Workers), Mirroring(node))
+        takeovers = TakeOvers(node, stand_in(ProcessMonitor), stand_in(Workers), Mirroring(node))
         begun = []
 
         async def begin(slot, rank, source):
             begun.append((slot.local_rank, rank, source))
 
-        spares.begin = begin
-        spares.rehearsals = {0: rehearsing(slots[0], 0, told=9), 1: rehearsing(slots[1], 1, told=7)}
-        spares.swapped((5, 6), restore_step=7)
-        await asyncio.gather(*spares._tasks.values())
-        return begun, spares
+        takeovers.begin = begin
+        takeovers.rehearsals = {0: rehearsing(slots[0], 0, told=9), 1: rehearsing(slots[1], 1, told=7)}
+        takeovers.swapped((5, 6), restore_step=7)
+        await asyncio.gather(*takeovers._tasks.values())
+        return begun, takeovers
 
-    begun, spares = asyncio.run(scenario())
+    begun, takeovers = asyncio.run(scenario())
     assert begun == [(0, 0, 5)], "the other one has followed no further than the job went back"
-    assert list(spares.rehearsals) == [1] and spares.rehearsals[1].source == 6
+    assert list(takeovers.rehearsals) == [1] and takeovers.rehearsals[1].source == 6
 
 
 class Reader:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from support.hosts import host, local_node
 
-from deadpool_plugin.agent import plans
-from deadpool_plugin.agent.node import LocalNode
-from deadpool_plugin.agent.plans import check_witness
+from deadpool_plugin.agent import process
+from deadpool_plugin.agent.process import Agent
+from deadpool_plugin.core import api
 from deadpool_plugin.core.types import SwapPlan, World
-from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.errors import EXIT_CONFIG
 from deadpool_plugin.host.files import SharedFolder
 from deadpool_plugin.transport.rendezvous import Hello, job_id
 
@@ -59,30 +59,31 @@ def test_every_start_is_a_job_of_its_own():
     assert job_id([hello("a"), hello("b")]) != job_id([hello("a"), hello("c")])
 
 
-def seeing(directory: Path) -> LocalNode:
-    """Make a node that sees the witness there."""
-    return local_node(host(witness=SharedFolder(directory)))
+def said_of(monkeypatch: pytest.MonkeyPatch, directory: Path, node: int = 0, joins: bool = False) -> list[api.Input]:
+    """Return what a node's agent that checks the witness there gives its controller."""
+    fed: list[api.Input] = []
+    agent = Agent.__new__(Agent)
+    agent._node = local_node(host(witness=SharedFolder(directory)), node=node)
+    agent._host = agent._node.host
+    monkeypatch.setattr(agent, "feed", fed.append)
+    asyncio.run(agent._check_witness(joins))
+    return fed
 
 
 @pytest.mark.parametrize("theirs", ["a", "b"], ids=["shared", "each-host-its-own"])
-def test_hosts_that_see_different_directories_say_so(tmp_path, monkeypatch, theirs):
-    monkeypatch.setattr(plans, "SHARED_S", 1)
-    failures: list[tuple[int, str]] = []
-
-    async def scenario():
-        for node, name in enumerate(("a", theirs)):
-            (tmp_path / name).mkdir(exist_ok=True)
-            try:
-                await check_witness(seeing(tmp_path / name), shares=node == 0)
-            except ConfigError as error:
-                failures.append((node, str(error)))
-
-    asyncio.run(scenario())
+@pytest.mark.parametrize("joins", [False, True])
+def test_hosts_that_see_different_directories_say_so(tmp_path, monkeypatch, theirs, joins):
+    monkeypatch.setattr(process, "WITNESS_SHARED_S", 1)
+    for name in ("a", theirs):
+        (tmp_path / name).mkdir(exist_ok=True)
+    assert said_of(monkeypatch, tmp_path / "a") == []
+    said = said_of(monkeypatch, tmp_path / theirs, node=1, joins=joins)
     if theirs == "a":
-        assert not failures and SharedFolder(tmp_path / "a").look("job", 1) is None
-    else:
-        ((node, said),) = failures
-        assert node == 1 and "is not the directory that the first host has" in said and "mount it" in said
+        assert not said and SharedFolder(tmp_path / "a").look("job", 1) is None
+        return
+    [ended] = said
+    assert isinstance(ended, api.NodeGivenUp if joins else api.StopRequested)
+    assert "is not the directory that the first host has" in ended.reason and "mount it" in ended.reason
 
 
 def test_storage_without_hard_links_is_no_witness(tmp_path, monkeypatch):
@@ -90,5 +91,6 @@ def test_storage_without_hard_links_is_no_witness(tmp_path, monkeypatch):
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", link)
-    with pytest.raises(ConfigError, match=r"cannot keep a hard link \(Operation not permitted\)"):
-        asyncio.run(check_witness(seeing(tmp_path), shares=True))
+    [ended] = said_of(monkeypatch, tmp_path)
+    assert isinstance(ended, api.StopRequested) and ended.exit_code == EXIT_CONFIG
+    assert "cannot keep a hard link (Operation not permitted)" in ended.reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from support.hosts import host, local_node
 from support.stores import free
@@ -70,7 +71,7 @@ class Silent:
         self.left -= 1
         if self.left >= 0:
             raise self.error
-        return b"whole"
+        return msgspec.msgpack.encode(PROFILE)
 
 
 def asked(error: TransportError, node: int) -> list[api.Input]:
@@ -111,7 +112,7 @@ def test_the_patience_begins_with_the_first_failure(monkeypatch):
     """A transfer that breaks off after it has gone on for long is tried again."""
     silent = Silent(TransportError("the connection broke"), times=1, lasts_s=90.0)
     monkeypatch.setattr("deadpool_plugin.agent.mirroring.loop_time", lambda: silent.now)
-    assert asyncio.run(Mirroring(local_node(host(bulk=silent), patience_s=10.0)).recording(2, 7)) == b"whole"
+    assert asyncio.run(Mirroring(local_node(host(bulk=silent), patience_s=10.0)).recording(2, 7)) == PROFILE
 
 
 def test_slots_of_a_fetch_that_was_given_up_are_nobody_elses_until_it_ends():

@@ -14,7 +14,7 @@ from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.reports import sentence
-from deadpool_plugin.agent.spares import Rehearsal, Spares
+from deadpool_plugin.agent.takeovers import Rehearsal, TakeOvers
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.mirror import wire
@@ -77,14 +77,14 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
             store.history(4).append(step, bytes(10))
         slot.process = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
         node = local_node(host(store), fed.append, [slot], node=3, reports=told, patience_s=1.0)
-        spares = Spares(node, stand_in(ProcessMonitor), stand_in(Workers), Mirroring(node))
-        spares.rehearsals[0] = rehearsal = Rehearsal(
+        takeovers = TakeOvers(node, stand_in(ProcessMonitor), stand_in(Workers), Mirroring(node))
+        takeovers.rehearsals[0] = rehearsal = Rehearsal(
             slot, slot.process, stand_in(local.RankReady), source=3, history=CallHistory(100)
         )
         rehearsal.finished.set()
         for step in (29, 30):
-            spares.committed(step)
-            await asyncio.gather(*spares._tasks.values())
+            takeovers.committed(step)
+            await asyncio.gather(*takeovers._tasks.values())
         return told
 
     (failed,) = asyncio.run(scenario()).of(events.RehearsalFailed)

@@ -1,4 +1,4 @@
-"""agent/plans.py: orders are for the newest plan only, and a process that ends meanwhile is no error here."""
+"""agent/takeovers.py: orders are for the newest plan only, and a process that ends meanwhile is no error here."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from support.stores import free
 from deadpool_plugin.agent import workers as agent_workers
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
-from deadpool_plugin.agent.plans import TakeOvers
 from deadpool_plugin.agent.process_monitor import ProcessMonitor
-from deadpool_plugin.agent.spares import Rehearsal, Spares
+from deadpool_plugin.agent.takeovers import Rehearsal, TakeOvers
 from deadpool_plugin.core import local
 from deadpool_plugin.core.types import Source, SwapPlan, World
 from deadpool_plugin.errors import TransportError
@@ -68,8 +67,7 @@ def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
         rehearsal = Rehearsal(
             slot, process, stand_in(local.RankReady), 0, cast(CallHistory, types.SimpleNamespace(last=-1))
         )
-        store, spares = SnapshotStore(), stand_in(Spares)
-        spares.of = lambda slot, rank: rehearsal
+        store = SnapshotStore()
         store.fence(PLAN.world.generation)
         store.create_own(0, 4096, 0)
         workers = cast(agent_workers.Workers, Workers(lambda: meanwhile(slot, store)))
@@ -77,7 +75,8 @@ def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
         monitor = cast(ProcessMonitor, StandIn(ProcessMonitor))
         monitor.paused = False
         node = local_node(host(store), slots=[slot])
-        takeovers = TakeOvers(node, monitor, workers, mirroring, spares)
+        takeovers = TakeOvers(node, monitor, workers, mirroring)
+        takeovers.rehearsals[0] = rehearsal
 
         async def bring(*arguments):
             pass
@@ -116,8 +115,7 @@ def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
     async def scenario():
         unhandled = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
-        mirroring, spares = stand_in(Mirroring), stand_in(Spares)
-        workers, store = stand_in(agent_workers.Workers), SnapshotStore()
+        mirroring, workers = stand_in(Mirroring), stand_in(agent_workers.Workers)
 
         async def bring(*arguments):
             try:
@@ -129,12 +127,13 @@ def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
             await asyncio.sleep(0)
             raise TransportError("refused")
 
-        mirroring.bring, spares.pull = bring, pull
-        monitor, node = stand_in(ProcessMonitor), local_node(host(store))
-        takeovers = TakeOvers(node, monitor, workers, mirroring, spares)
+        takeovers = TakeOvers(local_node(host(SnapshotStore())), stand_in(ProcessMonitor), workers, mirroring)
+        mirroring.bring, takeovers.pull = bring, pull
         process, history = Process(1, 0, rehearses=True), cast(CallHistory, types.SimpleNamespace())
         with pytest.raises(TransportError, match="refused"):
-            await takeovers._bring(PLAN, Source(0, 2, 2, 0), Rehearsal(Slot(0), process, PROFILE, 0, history))
+            await takeovers._bring(
+                PLAN.restore_step, Source(0, 2, 2, 0), Rehearsal(Slot(0), process, PROFILE, 0, history)
+            )
         await asyncio.sleep(0)
         gc.collect()
         return unhandled
@@ -147,17 +146,14 @@ def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_j
         process, mirrored = Process(1, 0, rehearses=False), []
         slot = Slot(0, rank=0, process=process)
         process.peer = cast(LocalPeer, Peer(process))
-        mirroring, store = stand_in(Mirroring), SnapshotStore()
-        workers, spares = stand_in(agent_workers.Workers), stand_in(Spares)
+        mirroring, workers = stand_in(Mirroring), stand_in(agent_workers.Workers)
 
         async def refill(source, step):
             process.peer = None
 
         mirroring.refill, mirroring.mirror_again = refill, lambda *arguments: mirrored.append(arguments)
-        monitor, node = stand_in(ProcessMonitor), local_node(host(store))
-        takeovers = TakeOvers(node, monitor, workers, mirroring, spares)
-        takeovers._hold = lambda *arguments: None
+        takeovers = TakeOvers(local_node(host(SnapshotStore())), stand_in(ProcessMonitor), workers, mirroring)
         await takeovers._refill(PLAN, slot, Source(0, 2, 2, 0))
         return mirrored
 
-    assert asyncio.run(scenario()) == [(0, 7, 4)], "what was fetched is mirrored all the same"
+    assert asyncio.run(scenario()) == [(0, 7)], "what was fetched is mirrored all the same"

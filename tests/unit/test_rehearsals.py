@@ -1,4 +1,4 @@
-"""agent/spares.py: where a rehearsal's recording comes from, how long it is asked for, what memory a spare needs."""
+"""agent/takeovers.py: where a rehearsal's recording comes from, how long it is asked for, what memory a spare needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import LocalNode, Process, Slot
 from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.reports import Reports
-from deadpool_plugin.agent.spares import Rehearsal, Spares
+from deadpool_plugin.agent.takeovers import Rehearsal, TakeOvers
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.errors import DeadpoolError, MemoryShortage
@@ -26,15 +26,15 @@ from deadpool_plugin.transport.unix import LocalPeer
 PEER = stand_in(LocalPeer)
 
 
-def spares_of(node: LocalNode, mirroring: Mirroring | None = None) -> Spares:
-    return Spares(node, stand_in(ProcessMonitor), stand_in(Workers), mirroring or Mirroring(node))
+def takeovers_of(node: LocalNode, mirroring: Mirroring | None = None) -> TakeOvers:
+    return TakeOvers(node, stand_in(ProcessMonitor), stand_in(Workers), mirroring or Mirroring(node))
 
 
 def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[int, bool]:
     """Count the requests for a recording that fail with `error` at first, and tell whether that was the end of it."""
 
     async def scenario() -> tuple[int, bool]:
-        spares, failed = spares_of(local_node(node=2, patience_s=patience_s)), []
+        takeovers, failed = takeovers_of(local_node(node=2, patience_s=patience_s)), []
         attempts = 0
 
         async def begin(slot, rank, source):
@@ -43,15 +43,15 @@ def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[in
             if attempts < succeeds_at:
                 raise error
 
-        spares.begin, spares._fail = begin, lambda *arguments: failed.append(arguments)
-        await spares._begin_in_time(Slot(0), 0, 1)
+        takeovers.begin, takeovers._fail = begin, lambda *arguments: failed.append(arguments)
+        await takeovers._begin_in_time(Slot(0), 0, 1)
         return attempts, bool(failed)
 
     return asyncio.run(asyncio.wait_for(scenario(), timeout=30))
 
 
 def test_who_runs_the_rank_since_a_moment_is_asked_again(monkeypatch):
-    monkeypatch.setattr("deadpool_plugin.agent.spares._RETRY_S", 0.0)
+    monkeypatch.setattr("deadpool_plugin.agent.takeovers._RETRY_S", 0.0)
     assert asked(RefusedByPeer("no recording"), 60.0, succeeds_at=9) == (9, False)
     assert asked(RefusedByPeer("no recording"), 0.0, succeeds_at=9) == (1, True)
     assert asked(DeadpoolError("no process"), 60.0, succeeds_at=9) == (1, True)
@@ -72,15 +72,15 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
         on = host(cast(SnapshotStore, store))
         store.prepare_own = lambda *arguments: prepared.append(arguments)
         reports.emit = told.append
-        spares = spares_of(local_node(on, fed.append, node=5, reports=reports), mirroring)
+        takeovers = takeovers_of(local_node(on, fed.append, node=5, reports=reports), mirroring)
         for number in range(2):
             slot = Slot(number)
             slot.process = Process(order=1, rank=6 + number, rehearses=True)
             profile = local.RankReady(0, 4096, 64, "", (6 + number,), b"")
-            spares.rehearsals[number] = Rehearsal(slot, slot.process, profile, source=3, history=CallHistory(1000))
-        for number, rehearsal in spares.rehearsals.items():
-            spares.rehearsed(rehearsal.slot, local.Rehearsed(6 + number, 1.0))
-        await asyncio.gather(*spares._tasks.values())
+            takeovers.rehearsals[number] = Rehearsal(slot, slot.process, profile, source=3, history=CallHistory(1000))
+        for number, rehearsal in takeovers.rehearsals.items():
+            takeovers.rehearsed(rehearsal.slot, local.Rehearsed(6 + number, 1.0))
+        await asyncio.gather(*takeovers._tasks.values())
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))
     assert [node for _, node in asked] == [3]
@@ -94,14 +94,14 @@ def test_a_newcomer_that_read_other_data_has_failed_as_a_script_has_and_is_not_j
     """Another one begins anew, and the job ends with a verdict if that one does the same (core/processes.py)."""
     slot, killed = Slot(0, rank=6), []
     told: list[Event] = []
-    spares, rehearsal = following(3, slot)
-    monkeypatch.setattr(spares._node.reports, "emit", told.append)
-    monkeypatch.setattr(spares._monitor, "kill", lambda *arguments: killed.append(arguments))
-    spares.failing(slot, local.Failing(6, "other data", differs=True))
+    takeovers, rehearsal = following(3, slot)
+    monkeypatch.setattr(takeovers._node.reports, "emit", told.append)
+    monkeypatch.setattr(takeovers._monitor, "kill", lambda *arguments: killed.append(arguments))
+    takeovers.failing(slot, local.Failing(6, "other data", differs=True))
     assert killed == [(slot, rehearsal.process, "other data", 1)]
     assert told == [RehearsalFailed(6, "other data")]
     slot.rank = -1  # a spare's is ordered again, and ends nothing
-    spares.failing(slot, local.Failing(6, "other data", differs=True))
+    takeovers.failing(slot, local.Failing(6, "other data", differs=True))
     assert killed[1:] == [(slot, rehearsal.process, "other data")]
 
 
@@ -118,31 +118,31 @@ class Connection:
         pass
 
 
-def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
-    spares = spares_of(local_node(host(stand_in(SnapshotStore)), slots=[slot], node=5))
+def following(told: int, slot: Slot) -> tuple[TakeOvers, Rehearsal]:
+    takeovers = takeovers_of(local_node(host(stand_in(SnapshotStore)), slots=[slot], node=5))
     slot.process = Process(order=1, rank=6, rehearses=True)
     rehearsal = Rehearsal(
         slot, slot.process, local.RankReady(0, 4096, 64, "", (6,), b""), 3, CallHistory(1 << 20), told=told
     )
     rehearsal.finished.set()
-    spares.rehearsals[0] = rehearsal
-    return spares, rehearsal
+    takeovers.rehearsals[0] = rehearsal
+    return takeovers, rehearsal
 
 
 def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkeypatch):
-    spares, _ = following(0, Slot(0, rank=6))
-    spares._workers.committed = 100
+    takeovers, _ = following(0, Slot(0, rank=6))
+    takeovers._workers.committed = 100
     slots, clock = {6: Slot(0, rank=6), 7: Slot(1, rank=7)}, [100.0]
     told: list[tuple[float, CatchingUp]] = []
-    monkeypatch.setattr(spares._node.reports, "emit", lambda event: told.append((clock[0], event)))
-    monkeypatch.setattr("deadpool_plugin.agent.spares.loop_time", lambda: clock[0])
+    monkeypatch.setattr(takeovers._node.reports, "emit", lambda event: told.append((clock[0], event)))
+    monkeypatch.setattr("deadpool_plugin.agent.takeovers.loop_time", lambda: clock[0])
     for rank, slot in slots.items():
         slot.process = Process(order=1, rank=rank, rehearses=True)
     for second in range(30):
         clock[0] = 100.0 + second
-        spares.moved(slots[7], local.Moved(7, 10 + 2 * second))
+        takeovers.moved(slots[7], local.Moved(7, 10 + 2 * second))
         if second < 15:
-            spares.moved(slots[6], local.Moved(6, 3 * second))
+            takeovers.moved(slots[6], local.Moved(6, 3 * second))
     assert told == [
         (100.0, CatchingUp(7, 10, 100)),
         (110.0, CatchingUp(7, 30, 100, 35.0)),
@@ -150,7 +150,7 @@ def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkey
     ]
     for second in range(30, 60):
         clock[0] = 100.0 + second
-        spares.moved(slots[6], local.Moved(6, 45))
+        takeovers.moved(slots[6], local.Moved(6, 45))
     assert [(at, event.rank, event.step) for at, event in told[3:]] == [(140.0, 6, 45), (150.0, 6, 45)]
 
 
@@ -159,11 +159,11 @@ def test_a_process_that_takes_over_rehearses_nothing_else_in_the_next_swap():
 
     async def scenario():
         slot = Slot(0)
-        spares, _ = following(3, slot)
-        spares._ordered[0] = 9
-        spares.done(slot)
-        spares.swapped(tuple(range(10)), 3)
-        return spares._tasks
+        takeovers, _ = following(3, slot)
+        takeovers._ordered[0] = 9
+        takeovers.done(slot)
+        takeovers.swapped(tuple(range(10)), 3)
+        return takeovers._tasks
 
     assert asyncio.run(scenario()) == {}
 
@@ -180,12 +180,12 @@ def test_who_follows_for_a_process_that_dies_meanwhile_comes_to_an_end():
             rehearsal.history.append(step, b"records")
 
     async def scenario():
-        spares, rehearsal = following(0, Slot(0))
+        takeovers, rehearsal = following(0, Slot(0))
         rehearsal.process.peer = cast(LocalPeer, Connection(rehearsal.process))
         rehearsal.history.append(0, b"records")
-        spares.pull = pull
-        spares._committed = 200
-        await spares._follow(rehearsal)
+        takeovers.pull = pull
+        takeovers._committed = 200
+        await takeovers._follow(rehearsal)
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))
     assert pulled == 1
@@ -195,8 +195,8 @@ def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
     """The order was cut off for the sake of the dead process before it, and nobody orders the same again."""
 
     async def scenario():
-        spares, _ = following(7, Slot(0))
-        slot = spares.rehearsals[0].slot
+        takeovers, _ = following(7, Slot(0))
+        slot = takeovers.rehearsals[0].slot
         present(slot.process).ended = True
         begun, asked = asyncio.Event(), []
 
@@ -204,12 +204,12 @@ def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
             asked.append((rank, source))
             await begun.wait()
 
-        spares.begin = begin
-        spares.order(0, 6, 1)
+        takeovers.begin = begin
+        takeovers.order(0, 6, 1)
         await asyncio.sleep(0)
-        spares.swapped((0, 0, 1, 1, 2, 2, 3, 3), 9)
+        takeovers.swapped((0, 0, 1, 1, 2, 2, 3, 3), 9)
         begun.set()
-        [task] = spares._tasks.values()
+        [task] = takeovers._tasks.values()
         await task
         assert asked == [(6, 1), (6, 3)], "and whoever runs the rank since then is asked"
 
