@@ -26,7 +26,7 @@ from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, ConfigError, DeadpoolErr
 from ..host.files import CONTACTS_FOLDER
 from ..host.machine import Machine
 from ..host.output import Cuts
-from ..host.processes import described_exit
+from ..host.proc import described_exit
 from ..transport.flight_recorder import read_calls
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
@@ -131,14 +131,12 @@ class Agent:
         self._workers.form(world)
         self.feed(api.WorldFormed(world))
         if node.id == 0:
-            hosts = [f"{one.host} ({one.control[0]})" for one in hellos]
-            for line in (*described(world, hosts), self._links.how_to_join):
-                self._reports.say(line)
+            lines = [*described(world, [f"{one.host} ({one.control[0]})" for one in hellos]), self._links.how_to_join]
             if self._reports.follows_another_job:
-                folder = config.output_dir.absolute()
-                self._reports.say(
-                    f"output_dir {folder} has files of an earlier job; this job's lines are added to them"
-                )
+                said = "has files of an earlier job; this job's lines are added to them"
+                lines.append(f"output_dir {config.output_dir.absolute()} {said}")
+            for line in lines:
+                self._reports.say(line)
         ranks = world.ranks_of(node.id)
         self._reports.emit(events.NodeJoined(host=self._host.name, ranks=ranks, spare=not ranks))
 
@@ -174,7 +172,7 @@ class Agent:
 
     async def _claim(self, plan: SwapPlan) -> None:
         """Feed the plan that the witness keeps, `plan` unless it had one before; try until the storage answers."""
-        job, witness = self._node.credentials.job, present(self._host.witness, "a plan was claimed without a witness")
+        job, witness = self._node.credentials.job, present(self._host.witness, "a plan is claimed without a witness")
         while True:
             try:
                 kept = await self._host.at_files(lambda: witness.keep(job, plan))
@@ -186,13 +184,9 @@ class Agent:
 
     async def _look(self, generation: Generation) -> None:
         """Feed the plan that the witness has for `generation`. Once: whoever waits looks again."""
-        job, witness = (
-            self._node.credentials.job,
-            present(self._host.witness, "a plan was sought without a witness"),
-        )
+        job, witness = self._node.credentials.job, present(self._host.witness, "a plan is sought without a witness")
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            kept = await self._host.at_files(lambda: witness.look(job, generation))
-            if kept is not None:
+            if (kept := await self._host.at_files(lambda: witness.look(job, generation))) is not None:
                 self.feed(api.Claimed(kept))
 
     def _tick(self) -> None:
@@ -223,7 +217,6 @@ class Agent:
             self._stepping = False
 
     def _on_message(self, peer: LocalPeer, message: local.LocalMessage, descriptors: list[int]) -> None:
-        """Take in what a process of this node says."""
         slot = peer.tag if isinstance(peer.tag, Slot) else None
         if isinstance(message, local.SupervisorHello):
             self._workers.supervisor(peer, message, descriptors)
@@ -242,7 +235,6 @@ class Agent:
             self._heard(slot, peer, message)
 
     def _heard(self, slot: Slot, peer: LocalPeer, message: local.LocalMessage) -> None:
-        """Hand what a slot's process, or who looks after it, says to the part whose duty it is."""
         process = slot.process
         match message:
             case local.RankReady():
@@ -257,15 +249,12 @@ class Agent:
                 self.feed(api.CheckpointSaved(step, path, whole))
             case local.ConnectionBroke():
                 self.feed(api.ConnectionBroke(message.rank, message.generation, message.peers, message.reason))
-            case local.Unwound(generation=generation):  # it waits for its new world
-                if process is not None:
-                    process.unwound_for = max(process.unwound_for, generation)
-            case local.Saving(generation=generation):
-                if process is not None:
-                    process.saving_for = max(process.saving_for, generation)
-            case local.Restored(generation=generation):
-                if process is not None:
-                    process.unwound_for, process.in_training = max(process.unwound_for, generation), True
+            case local.Unwound(generation=generation) if process:  # it waits for its new world
+                process.unwound_for = max(process.unwound_for, generation)
+            case local.Saving(generation=generation) if process:
+                process.saving_for = max(process.saving_for, generation)
+            case local.Restored(generation=generation) if process:
+                process.unwound_for, process.in_training = max(process.unwound_for, generation), True
                 self.feed(api.WorkerRestored(message.rank, generation))
             case local.Rehearsed():
                 self._takeovers.rehearsed(slot, message)
@@ -275,14 +264,13 @@ class Agent:
                 self._takeovers.failing(slot, message)
             case local.StoreOffer():
                 self._workers.store_offer(slot, message)
-            case local.OutOfReach():
-                if process is not None:  # another goes on here, by the records of the steps it need not redo
-                    self._monitor.kill(slot, process, message.reason)
+            case local.OutOfReach() if process:  # another goes on here, by the records of the steps it need not redo
+                self._monitor.kill(slot, process, message.reason)
             case local.WorkerEvent(kind=kind, fields=fields):
                 self._cuts.heard(slot.pipe, kind, fields)
                 self._reports.worker_event(kind, fields)
-            case local.WorkerExited(order=order, exit_code=exit_code):
-                if process is not None and process.order == order:
+            case local.WorkerExited(order=order, exit_code=exit_code) if process:
+                if process.order == order:
                     self._monitor.ended(slot, process, exit_code)
             case local.StandbyExited(exit_code=exit_code):
                 self._monitor.standby_ended(slot, described_exit(exit_code))

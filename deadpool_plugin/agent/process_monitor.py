@@ -17,7 +17,7 @@ from .. import events
 from ..core import api, local
 from ..core.types import Generation, Rank
 from ..errors import EXIT_OK, shell_code
-from ..host.processes import described_exit
+from ..host.proc import described_exit
 from ..transport.unix import LocalPeer
 from .node import LocalNode, Process, Slot
 

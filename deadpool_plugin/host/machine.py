@@ -30,7 +30,7 @@ from ..transport.unix import LocalPeer, LocalServer
 from . import files, proc
 from .files import SharedFolder
 from .output import Pipe, Writer
-from .processes import Processes
+from .proc import Processes
 from .spawning import reset_affinity
 
 T = TypeVar("T")

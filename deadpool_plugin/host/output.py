@@ -36,8 +36,7 @@ _READ_BYTES = 1 << 16
 
 
 def say(text: str, to: TextIO | None = None) -> None:
-    """Print lines of the plugin's, to standard output unless told otherwise. A terminal or a pipe that is closed fails
-    nobody: nothing more is written to it."""
+    """Print lines of the plugin's. A closed terminal or pipe is no error: nothing more is written to it."""
     stream = to or sys.stdout
     try:
         print("\n".join(f"[deadpool] {line}" for line in text.split("\n")), file=stream, flush=True)
@@ -47,7 +46,6 @@ def say(text: str, to: TextIO | None = None) -> None:
 
 
 def rank_file(output_dir: Path, rank: Rank, node: NodeId) -> Path:
-    """Name the file of what `rank` prints on `node`."""
     return output_dir / f"rank{rank:04d}.node{node}.log"
 
 
@@ -78,7 +76,7 @@ class Lane:
                 self._not_kept(error.strerror or str(error))
 
     def _not_kept(self, why: str) -> None:
-        """Hears why something was dropped. Thread: any."""
+        """Take note that something was dropped. Thread: any."""
 
     def write(self, fd: int, data: bytes) -> None:
         """Queue `data` for `fd`; dropped if too much is queued. Blocks: never."""
@@ -142,7 +140,7 @@ class Writer(Lane):
         return self._dropped_bytes + self._launcher._dropped_bytes
 
     def open(self, path: Path) -> int:
-        """Open a file to append to. Returns: a descriptor to `write` to. Raises: OSError."""
+        """Open a file to append to; return the descriptor to `write` to. Raises: OSError."""
         return appended(path)
 
     def size(self, fd: int) -> int:
@@ -192,11 +190,9 @@ class Writer(Lane):
         self._queue.put(work)
 
     def forward(self, data: bytes) -> None:
-        """Write to our own standard output. Blocks: never."""
         self._launcher.write(self._pipe, data)
 
     def _not_kept(self, why: str) -> None:
-        """Says at once that something for a file was dropped, and while that goes on now and then."""
         now = time.monotonic()
         if now - self._said_at >= SAID_EVERY_S:
             self._said_at = now
@@ -286,19 +282,15 @@ class Pipe:
             self._file = -1
 
     def cut(self, step: Step) -> int | None:
-        """The process has made the cut of `step`, before which it flushed: how much it has printed, in its file. None
-        if that is not known, because the file was opened late.
-
-        One read takes all that is in a pipe (64 KiB at most).
-        """
+        """Return how much is in the file at the cut of `step`, before which the process flushed. None if the file was
+        opened late, so that it is not known."""
         if self.assigned and not self.ended.is_set():
-            self._read()
+            self._read()  # takes all that is in a pipe (64 KiB at most)
         if self.repeats is not None:
             self.repeats.reached(step)
         return self._file_bytes
 
     def _read(self) -> None:
-        """Take in what is there."""
         try:
             data = os.read(self._fd, _READ_BYTES)
         except BlockingIOError:
@@ -342,9 +334,9 @@ class Pipe:
 
 
 class Cuts:
-    """Writes down how much each rank on this node has printed before its newest cuts. Thread: the event loop's only.
+    """How much each rank on this node had printed before its newest cuts, written down.
 
-    Args: job: its name, known once training begins.
+    Thread: the event loop's only. Args: job: its name, known once training begins.
     """
 
     def __init__(self, node: NodeId, writer: Writer, output_dir: Path, job: Callable[[], str]) -> None:

@@ -1,6 +1,7 @@
-"""Facts from /proc about processes: start time, state, exit, and the end of a job's processes.
+"""Processes of this host: facts about them from /proc, and those of one node watched, paused and ended.
 
-Rules of this file: reads only, but for `sweep` and `kill_all`; a process that has gone is an answer, not an error.
+Rules of this file: a process that has gone is an answer, not an error. The watch says what it saw, once per process;
+what it means is decided elsewhere.
 Source: proc_pid_stat(5); PF_EXITING shows 1.5-5 ms after SIGKILL, while a pidfd or an end of file come only after
 the memory is torn down (about 100 ms per GiB). It shows only after a core dump, PF_SIGNALED before it; a main thread
 that has that does not go back to its program (kernel/signal.c, get_signal).
@@ -8,13 +9,16 @@ that has that does not go back to its program (kernel/signal.c, get_signal).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -27,8 +31,11 @@ ROUNDS_MAX = 10
 EXEC_LOOKS_MAX = 500
 """Counted and not timed: where the CPUs are busy we, too, get to look less often."""
 EXEC_POLL_S = 0.001
+POLL_S = 0.03
 TAG = "DEADPOOL_TAG"
 """Environment variable every worker is started with: "<launcher pid>.<its start time>.<local rank>."."""
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
+_log = logging.getLogger(__name__)
 
 
 class SpareDescriptor:
@@ -51,7 +58,7 @@ class SpareDescriptor:
         try:
             return work()
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE) or self._fd < 0:
+            if error.errno not in _TOO_MANY or self._fd < 0:
                 raise
         with self._lock:
             if self._fd >= 0:
@@ -68,8 +75,6 @@ reserve = SpareDescriptor()
 
 
 def _read(path: str) -> bytes:
-    """Read a file in /proc. Raises: OSError."""
-
     def read() -> bytes:
         with open(path, "rb", buffering=0) as file:
             return file.read()
@@ -83,8 +88,7 @@ def _stat(pid: int, folder: str = "/proc") -> list[bytes]:
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """One look at a process. `wait_status` is as from waitpid and means something only if `ending`; 0 may also mean
-    that it is not known yet."""
+    """One look at a process. `wait_status`: as from waitpid once it is `ending`; 0 may mean not known yet."""
 
     state: str
     ending: bool
@@ -93,6 +97,11 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     @property
     def stopped(self) -> bool:
         return self.state in "Tt"
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code as in subprocess, None if it is not known (yet); never 0."""
+        return os.waitstatus_to_exitcode(self.wait_status) if self.ending and self.wait_status else None
 
 
 def look(pid: int, folder: str = "/proc") -> ProcessStatus | None:
@@ -131,8 +140,7 @@ def _pids() -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Find every process whose parent is `pid`, whichever of its threads that is, zombies included. Costs about 10 us
-    for each process of the host."""
+    """Find the processes that any thread of `pid` has started, zombies included. Costs about 10 us a process."""
     found = []
     for one in _pids():
         with contextlib.suppress(OSError):  # gone meanwhile
@@ -147,26 +155,26 @@ def job_tag(launcher_pid: int) -> str:
 
 
 def sweep(tag: str) -> int:
-    """SIGKILL every process whose initial environment carries a tag that begins with `tag`; how many there were.
-
-    Finds grandchildren in sessions of their own, too.
-    """
+    """Kill all `tagged` processes, grandchildren in sessions of their own included; return how many there were."""
     return len(kill_all(lambda: tagged(tag)))
 
 
 def kill_all(look: Callable[[], Iterable[int]]) -> set[int]:
-    """SIGKILL every process that `look` finds; their pids. Repeats until it finds no other one (they may
-    fork meanwhile)."""
+    """SIGKILL every process that `look` finds, until it finds no other one (they may fork); return their pids."""
     killed: set[int] = set()
     for _ in range(ROUNDS_MAX):
         found = set(look()) - killed
         if not found:
             break
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _signal(found, signal.SIGKILL)
         killed |= found
     return killed
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def tagged(tag: str) -> list[int]:
@@ -176,7 +184,7 @@ def tagged(tag: str) -> list[int]:
 
 
 def environments() -> Iterator[tuple[int, bytes]]:
-    """(pid, its initial environment) of every process but this one. Costs some 10 us a process; waits for those within
+    """Read the initial environment of every process but this one. Costs some 10 us a process; waits for those within
     execve(2), by EXEC_LOOKS_MAX further looks in all."""
     looks = iter(range(EXEC_LOOKS_MAX))
     for pid in _pids():
@@ -203,3 +211,138 @@ def _within_exec(pid: int) -> bool:
     fields = _stat(pid)
     has_memory = fields[0] not in b"ZX" and not int(fields[6]) & (PF_EXITING | PF_KTHREAD)
     return has_memory and not int(fields[48])  # env_end
+
+
+def described_exit(exit_code: int) -> str:
+    """Describe an exit code for people."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+
+
+@dataclass
+class _Watched:
+    on_end: Callable[[int], None]
+    on_stopped: Callable[[float], None]
+    stopped_since: float | None = None
+    told_stopped: bool = False
+
+
+class Processes:
+    """The processes whose tag begins with `job_tag`, looked at every few tens of milliseconds.
+
+    Thread: the event loop's only, from `start` on.
+    """
+
+    def __init__(self, job_tag: str, silent_after_s: float) -> None:
+        self._job_tag, self._silent_after_s = job_tag, silent_after_s
+        self._watched: dict[int, _Watched] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._paused: set[int] = set()
+        self._said = False
+
+    def start(self) -> None:
+        reserve.keep()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        # A watch that has failed must not go unnoticed: the loop's exception handler gets its error.
+        self._task.add_done_callback(lambda task: task.cancelled() or task.result())
+
+    def watch(self, pid: int, on_end: Callable[[int], None], on_stopped: Callable[[float], None]) -> None:
+        """Call `on_end(exit_code)` once `pid` ends, and `on_stopped(seconds)` once it has stood still for the patience.
+
+        An exit code of 0 is not told: the kernel shows 0 also while it is not known yet; the process's parent knows.
+        """
+        self._watched[pid] = _Watched(on_end, on_stopped)
+
+    def forget(self, pid: int) -> None:
+        self._watched.pop(pid, None)
+
+    def is_gone(self, pid: int) -> bool:
+        """Return whether `pid` has ended, or is ending."""
+        status = look(pid)
+        return status is None or status.ending
+
+    def catches(self, pid: int, number: int) -> bool:
+        return catches(pid, number)
+
+    def kill(self, pid: int) -> None:
+        _signal([pid], signal.SIGKILL)
+
+    def exit_code(self, pid: int) -> int | None:
+        """Return the exit code of `pid` if it is ending and that is known; 0 never is."""
+        status = look(pid)
+        return status.exit_code if status is not None else None
+
+    def sweep(self, local_rank: int) -> None:
+        """End all that was started for `local_rank`, also what that has started."""
+        sweep(f"{self._job_tag}{local_rank}.")
+
+    def pause(self, running: Mapping[int, int], others: Mapping[int, int]) -> None:
+        """Stop all of `running` (local rank -> process) at once, then what they have started. Blocks: some 10 ms.
+
+        A process that is paused is not taken for stuck; one that had been stopped before stays so.
+        `others`: local rank -> the process that looks after it, which goes on.
+        """
+        met, found = set[int](), {*running.values()}
+        while found:
+            for pid in found:
+                status = look(pid)
+                if status is not None and not status.stopped:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGSTOP)
+                        self._paused.add(pid)
+            met |= found
+            # Until there is no other one: they may fork meanwhile. The scan of all of /proc takes long: a second one is
+            # for a slot that runs no rank now.
+            found = {*tagged(self._job_tag)} - {*others.values()} - met
+            for local_rank in others.keys() - {*running}:
+                found -= {*tagged(f"{self._job_tag}{local_rank}.")}
+
+    def resume(self) -> None:
+        """Let all go on that were paused."""
+        paused, self._paused = self._paused, set()
+        _signal(paused, signal.SIGCONT)
+
+    def kill_paused(self) -> None:
+        """End all that were paused, as they stand."""
+        paused, self._paused = self._paused, set()
+        _signal(paused, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._watched.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            for pid, watched in list(self._watched.items()):
+                try:
+                    self._look(pid, watched)
+                except OSError as error:  # too many open files: the next look may have one
+                    if error.errno not in _TOO_MANY:
+                        raise
+                    if not self._said:
+                        self._said = True
+                        said = "cannot look at the processes of this host: %s; it is tried again and not said again"
+                        _log.warning(said, error)
+            await asyncio.sleep(POLL_S)
+
+    def _look(self, pid: int, watched: _Watched) -> None:
+        status = look(pid)
+        if status is None:
+            self.forget(pid)
+        elif status.ending:
+            if (exit_code := status.exit_code) is not None:
+                self.forget(pid)
+                watched.on_end(exit_code)
+        elif not status.stopped or pid in self._paused:
+            watched.stopped_since = None
+        else:
+            now = time.monotonic()
+            since = watched.stopped_since = watched.stopped_since or now
+            if now - since >= self._silent_after_s and not watched.told_stopped:
+                watched.told_stopped = True
+                watched.on_stopped(now - since)

@@ -25,7 +25,7 @@ from ..core import local
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError, present, shell_code
 from ..host import proc
 from ..host.output import say
-from ..host.processes import described_exit
+from ..host.proc import described_exit
 from ..host.spawning import Program, ending_signals, spawn
 from ..transport.framing import ConnectionClosed
 from ..transport.linux import await_end, die_with_parent, pidfd_open

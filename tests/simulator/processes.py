@@ -142,7 +142,7 @@ class Slot:
 
 
 class Processes:
-    """One host's, for its agent (the contract of host/processes.py) and for the faults."""
+    """One host's, for its agent (the contract of host/proc.py) and for the faults."""
 
     on_message: Callable[[Any, Any, list[int]], None]
     on_closed: Callable[[Any], None]

@@ -28,7 +28,7 @@ from deadpool_plugin.host import proc
 from deadpool_plugin.host.interfaces import address_of, addresses_here
 from deadpool_plugin.host.output import Lane, Pipe, Writer
 from deadpool_plugin.host.output_dedup import LINE_BYTES_MAX, LineBuffer
-from deadpool_plugin.host.processes import Processes, described_exit
+from deadpool_plugin.host.proc import Processes, described_exit
 from deadpool_plugin.transport.rendezvous import Hello
 
 HOSTS = ["a.lan", "b.lan", "c.lan", "d.lan"]

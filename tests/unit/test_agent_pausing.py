@@ -17,7 +17,7 @@ from support.stand_in import stand_in
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.host import proc
-from deadpool_plugin.host.processes import POLL_S, Processes
+from deadpool_plugin.host.proc import POLL_S, Processes
 from deadpool_plugin.transport.unix import LocalPeer
 
 PARENT = """

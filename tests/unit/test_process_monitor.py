@@ -17,7 +17,7 @@ from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.host import proc
-from deadpool_plugin.host.processes import Processes
+from deadpool_plugin.host.proc import Processes
 
 
 @pytest.fixture
