@@ -27,14 +27,16 @@ def run_agent(place: Place, config: Config, secret: bytes, listener: socket.sock
     import asyncio
     import signal
 
-    from .agent.links import reachable
+    from .agent.links import meeting_s
     from .agent.process import Agent
+    from .host.interfaces import reachable
     from .host.machine import Machine
     from .transport.handshake import Credentials
 
     async def serve() -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
-        where, credentials = await reachable(config, place, job), Credentials(secret)
+        target = job.invitation.members[0] if job.invitation else (place.master_addr, place.master_port)
+        where, credentials = await reachable(config, target, meeting_s(config)), Credentials(secret)
         machine = Machine(place.node, where, config, credentials, listener, job_tag)
         return await Agent(machine, place, config, credentials, job).run()
 

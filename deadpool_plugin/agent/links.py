@@ -1,4 +1,4 @@
-"""A node's links to others: how it becomes reachable, meets the others or joins a running job, and answers guests.
+"""A node's links to others: how it meets the others or joins a running job, and answers guests.
 
 Rules of this file: nothing is decided about the job here. A node id is never used twice. One newcomer arrives at a
 time, so that each is told of all before it and links to them (the others are asked to wait). Nothing here makes a
@@ -9,8 +9,7 @@ of their ids: two that want the same id meet at the first.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import logging
+import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -23,28 +22,23 @@ from ..core import api
 from ..core.messages import AnyMessage, Goodbye, Prepare, Verdict
 from ..core.types import Generation, Holding, NodeId, Rank, Step, listed
 from ..errors import AlreadyEnded, ConfigError, NodeTaken, PeerRefused, TransportError, invariant, present
-from ..host.interfaces import address_of, other_network
 from ..transport import join_protocol
 from ..transport.framing import ConnectionClosed
 from ..transport.join_protocol import Admitted, Answer, Busy, JobDescription, NotAdmitted
 from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello, job_id, meet
-from ..transport.sockets import Address, address_towards
+from ..transport.sockets import Address
 from ..transport.tasks import loop_time
 from .node import LocalNode
-from .world import Job, Place
 
 PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
 STARTS_APART = 6
 """Hosts wait for each other for this part of `start_timeout_s`, if that is longer than `decision_timeout_s`."""
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_RESOLVE_RETRY_S = 0.5
 _JOIN_RETRY_S = 0.2
 ATTEMPT_S = 1.0
 """The least time that each node has to answer a host that joins."""
 _ARRIVAL_S = 10.0
 """A newcomer that has not spoken by then keeps the next one waiting no longer."""
-_log = logging.getLogger(__name__)
 
 
 def meeting_s(config: Config) -> float:
@@ -52,53 +46,13 @@ def meeting_s(config: Config) -> float:
     return max(config.decision_timeout_s, config.start_timeout_s / STARTS_APART)
 
 
-async def reachable(config: Config, place: Place, job: Job) -> tuple[str, str]:
-    """Find `addresses` towards the job, for as long as hosts wait for each other.
-
-    Where names come into being with the hosts (Kubernetes), that of the first one may be unknown till then.
-
-    Raises: ConfigError, TransportError. Blocks: for the resolver, each time.
-    """
-    target = job.invitation.members[0] if job.invitation else (place.master_addr, place.master_port)
-    deadline, said = loop_time() + meeting_s(config), False
-    while True:
-        try:
-            found = addresses(config, target)
-            if config.interface_address is None and (hint := other_network(found[1], os.environ)):
-                _log.warning("%s", hint)
-            return found
-        except TransportError as error:
-            if loop_time() >= deadline:
-                raise
-            if not said:
-                _log.warning("%s; it is tried again for %.0f s", error, meeting_s(config))
-                said = True
-        await asyncio.sleep(_RESOLVE_RETRY_S)
-
-
-def addresses(config: Config, target: Address) -> tuple[str, str]:
-    """Return where to listen, and the address others use. `target`: what they must be reached by.
-
-    Raises: ConfigError; TransportError if there is no way to `target`.
-    """
-    if config.interface_address is not None:
-        ours = address_of(config.interface_address)
-        return ours, ours
-    found = address_towards(*target)
-    if ipaddress.ip_address(found).is_loopback and target[0] not in _LOOPBACK:
-        return "", target[0]  # the first host's name means itself there; others know it by that name
-    return found, found
-
-
 @cache
 def versions() -> dict[str, str]:
     """Read the versions of the packages that must be alike on all hosts; nobody changes what is returned."""
     found = {}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -198,7 +152,7 @@ class Links:
     async def _link_to(
         self, there: Mapping[NodeId, Hello], linked: dict[NodeId, Hello], ours: Hello, attempt_s: float
     ) -> set[NodeId]:
-        """Try each node in turn, and add to `linked`; a failure ends the round. Returns: nodes that are missing."""
+        """Try each node in turn, and add to `linked`; a failure ends the round. Returns: the nodes that are missing."""
         todo = {node: hello for node, hello in there.items() if node not in linked}
         while todo:
             node = min(todo)
@@ -221,7 +175,6 @@ class Links:
         return set(todo)
 
     def received(self, node: NodeId, message: AnyMessage) -> None:
-        """Take in a message of `node`, and which nodes are there by it."""
         self._seen(node)
         if isinstance(message, Goodbye):
             self.gone(node)

@@ -1,18 +1,26 @@
-"""This host's address that `interface_address` means: a file that is the same on all hosts names a network."""
+"""This host's addresses: the one `interface_address` means on it, and those by which a job finds it."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
+import logging
 import os
 import socket
 from collections.abc import Mapping
 
 import psutil
 
-from ..errors import ConfigError
+from ..config import Config
+from ..errors import ConfigError, TransportError
+from ..transport.sockets import Address, address_towards
+from ..transport.tasks import loop_time
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_RESOLVE_RETRY_S = 0.5
+_log = logging.getLogger(__name__)
 
 Found = list[tuple[str, str]]
 
@@ -44,6 +52,43 @@ def address_of(said: str, found: Found | None = None) -> str:
             "name one of these in interface_address",
         )
     return matching[0]
+
+
+def addresses(config: Config, target: Address) -> tuple[str, str]:
+    """Return where to listen, and the address others use. `target`: what they must be reached by.
+
+    Raises: ConfigError; TransportError if there is no way to `target`.
+    """
+    if config.interface_address is not None:
+        ours = address_of(config.interface_address)
+        return ours, ours
+    found = address_towards(*target)
+    if ipaddress.ip_address(found).is_loopback and target[0] not in _LOOPBACK:
+        return "", target[0]  # the first host's name means itself there; others know it by that name
+    return found, found
+
+
+async def reachable(config: Config, target: Address, timeout_s: float) -> tuple[str, str]:
+    """Find `addresses` towards the job, for as long as hosts wait for each other.
+
+    Where names come into being with the hosts (Kubernetes), that of the first one may be unknown till then.
+
+    Raises: ConfigError, TransportError. Blocks: for the resolver, each time.
+    """
+    deadline, said = loop_time() + timeout_s, False
+    while True:
+        try:
+            found = addresses(config, target)
+            if config.interface_address is None and (hint := other_network(found[1], os.environ)):
+                _log.warning("%s", hint)
+            return found
+        except TransportError as error:
+            if loop_time() >= deadline:
+                raise
+            if not said:
+                _log.warning("%s; it is tried again for %.0f s", error, timeout_s)
+                said = True
+        await asyncio.sleep(_RESOLVE_RETRY_S)
 
 
 def other_network(ours: str, environ: Mapping[str, str], found: Found | None = None) -> str:

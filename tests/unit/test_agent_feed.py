@@ -19,7 +19,7 @@ from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.reports import Reports
-from deadpool_plugin.agent.world import Place
+from deadpool_plugin.agent.world import Job, Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.controller import Controller
@@ -205,14 +205,14 @@ def test_a_thread_that_a_file_system_holds_does_not_hold_the_agent(monkeypatch):
     async def reachable(*arguments):
         return "", ""
 
-    monkeypatch.setattr("deadpool_plugin.agent.links.reachable", reachable)
+    monkeypatch.setattr("deadpool_plugin.host.interfaces.reachable", reachable)
     monkeypatch.setattr("deadpool_plugin.host.machine.Machine", lambda *arguments: None)
     monkeypatch.setattr("deadpool_plugin.agent.process.Agent", Held)
     timer = threading.Timer(20.0, let_go.set)
     timer.start()
     try:
         assert (
-            plugin.run_agent(*cast(Any, (Place(0, 1, 1, "m", 5), None, b"", None, "", None))) == 86
+            plugin.run_agent(*cast(Any, (Place(0, 1, 1, "m", 5), Config(), b"", None, "", Job([], "", "", {})))) == 86
             and not let_go.is_set()
         )
     finally:

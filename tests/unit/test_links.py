@@ -1,4 +1,4 @@
-"""agent/links.py: how long hosts wait for each other at the start, and what they call themselves."""
+"""agent/links.py, host/interfaces.py: how long hosts wait for each other, and what they call themselves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from support.hosts import local_node
 from support.stand_in import stand_in
 
 from deadpool_plugin.agent import links as links_module
-from deadpool_plugin.agent.links import Links, addresses, reachable
-from deadpool_plugin.agent.world import Job, Place
+from deadpool_plugin.agent.links import Links
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError, TransportError
 from deadpool_plugin.host import interfaces
+from deadpool_plugin.host.interfaces import addresses, reachable
 from deadpool_plugin.transport.rendezvous import Hello
 
 
@@ -35,7 +35,7 @@ def test_little_patience_with_a_lost_host_is_not_little_with_one_that_starts(mon
     assert met.value.args == (waits_s,)
 
 
-def looked_up(monkeypatch, fails, config=Config()):
+def looked_up(monkeypatch, fails, config=Config(), timeout_s=20.0):
     """Return a host's name while the first one's is unknown so many times, and the number of lookups."""
     asked, lookup = [], socket.getaddrinfo
 
@@ -47,9 +47,8 @@ def looked_up(monkeypatch, fails, config=Config()):
 
     with monkeypatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", resolve)
-        patch.setattr(links_module, "_RESOLVE_RETRY_S", 0.0)
-        job = Job([], "", "", {})
-        return asyncio.run(reachable(config, Place(1, 2, 1, "pod-0.pods", 5), job)), asked
+        patch.setattr(interfaces, "_RESOLVE_RETRY_S", 0.0)
+        return asyncio.run(reachable(config, ("pod-0.pods", 5), timeout_s)), asked
 
 
 def test_a_first_host_whose_name_is_not_known_yet_is_asked_for_again(monkeypatch):
@@ -58,9 +57,8 @@ def test_a_first_host_whose_name_is_not_known_yet_is_asked_for_again(monkeypatch
 
 
 def test_a_name_that_nobody_knows_is_asked_for_no_longer_than_hosts_wait_for_each_other(monkeypatch):
-    monkeypatch.setattr(links_module, "meeting_s", lambda config: 0.0)
     with pytest.raises(TransportError, match="no way to pod-0.pods: .*not known"):
-        looked_up(monkeypatch, fails=2)
+        looked_up(monkeypatch, fails=2, timeout_s=0.0)
 
 
 def test_an_address_this_host_does_not_have_is_said_at_once(monkeypatch):
@@ -80,7 +78,7 @@ def test_an_address_this_host_does_not_have_is_said_at_once(monkeypatch):
     ],
 )
 def test_nobody_is_told_to_dial_an_address_that_means_himself(monkeypatch, found, target, where):
-    monkeypatch.setattr(links_module, "address_towards", lambda *target: found)
+    monkeypatch.setattr(interfaces, "address_towards", lambda *target: found)
     assert addresses(Config(), (target, 29500)) == where
 
 
