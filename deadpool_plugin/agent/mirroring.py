@@ -53,10 +53,7 @@ class Mirroring:
         self.profiles: dict[Rank, local.RankReady] = {}
 
     def enter(self, world: World, restore_step: Step | None = None) -> None:
-        """Mirror along the ring of a new world, and let others mirror here in its generation.
-
-        What is newer than `restore_step` is of a history that did not happen.
-        """
+        """Mirror along the ring of a new world, back at `restore_step`; others may mirror here in its generation."""
         self._world, self._buddies = world, buddies_of(world, self._node.id, self._copies)
         self._failing_since.clear()
         self._holds_strangers = True
@@ -66,7 +63,7 @@ class Mirroring:
         self._store.enter(world.generation)
 
     def start_over(self, world: World) -> None:
-        """Drop all of an attempt that never came to training, and enter `world`."""
+        """Drop all of an attempt that never came to training."""
         for rank in self._store.ranks():
             self._store.release(rank)
         self.profiles.clear()
@@ -98,7 +95,6 @@ class Mirroring:
         node.feed(api.WorkerReady(rank))
 
     def adopt(self, profile: local.RankReady) -> None:
-        """Keep what a stand-in for a rank that runs here must know."""
         self.profiles[profile.rank] = profile
         self._store.recordings[profile.rank] = msgspec.msgpack.encode(profile)
 
@@ -118,7 +114,7 @@ class Mirroring:
         store.maker.check(len(own) * each_own + len(mirrored) * each_mirror)
 
     def staged(self, message: local.Staged) -> None:
-        """Count a slot that a worker has sealed, remember its records, and send it to the buddies."""
+        """List a slot that a worker has sealed, remember its records, and send it to the buddies."""
         rank, step, generation = message.rank, message.step, message.generation
         try:
             holding = self._store.staged(rank, step, generation, self.profiles[rank].replicas)
@@ -132,7 +128,7 @@ class Mirroring:
         self._push_snapshot(rank, step, generation, message.records)
 
     def hold(self, rank: Rank, step: Step) -> None:
-        """Count the restore step that has come into own slots. Raises: StaleGeneration, TransportError."""
+        """List the restore step that has come into own slots. Raises: StaleGeneration, TransportError."""
         self._store.staged(rank, step, self._world.generation, self.profiles[rank].replicas)
 
     def mirror_again(self, rank: Rank, step: Step) -> None:
@@ -156,7 +152,7 @@ class Mirroring:
         self.watch_history(self._world.ranks_of(self._node.id), step)
 
     def watch_history(self, ranks: Sequence[Rank], step: Step) -> None:
-        """Report once that the call records of this node's `ranks` are nearly full, and once that they are."""
+        """Report once that the call records of `ranks` are nearly full, and once that they are."""
         # A process that begins the script anew needs the records of every step: from the first one dropped on, only
         # those that have followed so far can take a rank over.
         if True in self._history_said:
@@ -192,37 +188,31 @@ class Mirroring:
             self._tasks.start(self._push_snapshot_to(buddy, push))
 
     async def _push_snapshot_to(self, buddy: NodeId, push: SnapshotPush) -> None:
-        rank, generation = push.rank, push.generation
+        node, rank, generation = self._node, push.rank, push.generation
         while generation == self._world.generation and self._newest[rank] == push.step:
             failure: DeadpoolError | None = None
             try:
-                await self._node.host.bulk.push(buddy, push)
+                await node.host.bulk.push(buddy, push)
             except DeadpoolError as error:
                 failure = error
+            now = loop_time()
             if generation != self._world.generation or generation < self._store.generation:
-                return
-            if isinstance(failure, NotHeld | CorruptSnapshot):  # no fault of the buddy's
-                if self._newest[rank] == push.step:
-                    self._node.feed(api.WorkerLost(rank, f"its newest snapshot cannot be read here: {failure}"))
                 return
             if failure is None or isinstance(failure, InAnotherGeneration):
                 self._failing_since.pop(buddy, None)
-            else:
-                self._note_failure(buddy, failure)
-            if failure is None:
+                if failure is None:
+                    return
+            elif isinstance(failure, NotHeld | CorruptSnapshot):  # no fault of the buddy's
+                if self._newest[rank] == push.step:
+                    node.feed(api.WorkerLost(rank, f"its newest snapshot cannot be read here: {failure}"))
                 return
+            elif now - self._failing_since.setdefault(buddy, now) > node.config.patience_s:
+                del self._failing_since[buddy]
+                if isinstance(failure, TransferFailed):  # this node itself cannot send
+                    node.feed(api.NodeGivenUp(f"it cannot mirror any more: {failure}"))
+                else:
+                    node.feed(api.LinkLost(buddy, f"node {node.id} cannot mirror to it: {failure}", silent=True))
             await asyncio.sleep(PUSH_RETRY_S)  # others may hear it well, and it stays in the job
-
-    def _note_failure(self, buddy: NodeId, failure: DeadpoolError) -> None:
-        now = loop_time()
-        if now - self._failing_since.setdefault(buddy, now) <= self._node.config.patience_s:
-            return
-        del self._failing_since[buddy]
-        if isinstance(failure, TransferFailed):  # this node itself cannot send
-            self._node.feed(api.NodeGivenUp(f"it cannot mirror any more: {failure}"))
-        else:
-            reason = f"node {self._node.id} cannot mirror to it: {failure}"
-            self._node.feed(api.LinkLost(buddy, reason, silent=True))
 
     async def _ask(self, work: Callable[[], Awaitable[T]], *nodes: NodeId) -> T:
         """Do `work`, which asks `nodes`, until the patience from the first failure on is used up, or a node refuses."""
@@ -233,11 +223,10 @@ class Mirroring:
             except RefusedByPeer:
                 raise
             except TransportError as error:
-                now = loop_time()
-                deadline = now + self._node.config.patience_s if deadline is None else deadline
-                if now >= deadline:
+                deadline = loop_time() + self._node.config.patience_s if deadline is None else deadline
+                if loop_time() >= deadline:
+                    reason = f"node {self._node.id} cannot ask it: {error}"
                     for node in sorted({*nodes} - {self._node.id}):
-                        reason = f"node {self._node.id} cannot ask it: {error}"
                         self._node.feed(api.LinkLost(node, reason, silent=True))
                     raise
             await asyncio.sleep(FETCH_RETRY_S)
@@ -277,10 +266,8 @@ class Mirroring:
             lambda: asyncio.shield(begin(self._fetched(source, step, generation, profile))),
             source.header_node, source.payload_node,
         )  # fmt: skip
-        took_s = loop_time() - began
-        self._node.reports.emit(
-            events.SnapshotFetched(rank=source.rank, step=step, nbytes=pair.payload_bytes, duration_s=took_s)
-        )
+        took_s, nbytes = loop_time() - began, pair.payload_bytes
+        self._node.reports.emit(events.SnapshotFetched(rank=source.rank, step=step, nbytes=nbytes, duration_s=took_s))
 
     async def _fetched(self, source: Source, step: Step, generation: Generation, profile: local.RankReady) -> SlotPair:
         host, store = self._node.host, self._store
