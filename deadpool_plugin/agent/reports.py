@@ -66,27 +66,25 @@ class Reports:
             self.say(line)
 
     def worker_event(self, kind: str, fields: dict[str, object]) -> None:
-        """Keep an event of one of our workers; one we cannot read is kept as a note."""
+        """Keep an event of a worker; one that cannot be read is kept as a note."""
         try:
             event = events.make(kind, fields, node=self.node, generation=self.generation)
         except (msgspec.ValidationError, InvariantViolated) as error:
             text = f"unreadable worker event {kind} {fields}: {error}"
             event = events.stamped(events.Note(text=text), node=self.node, generation=self.generation)
-        if not isinstance(event, events.StepDone) or self._is_news(event):
-            self._keep(event)
+        if isinstance(event, events.StepDone):
+            # What is written for a step does not grow with the ranks: the first that has done it, and that knows its
+            # loss.
+            has_loss, step = event.loss is not None, (event.generation, event.step)
+            if step <= self._newest_step[True] or (not has_loss and step <= self._newest_step[False]):
+                return
+            self._newest_step[has_loss] = step
+        self._keep(event)
         if isinstance(event, events.CheckpointCancelled) and self.leads and (event.step, event.path) != self._cancelled:
             self._cancelled = (event.step, event.path)  # every rank says so
             self.say(sentence(event))
         elif isinstance(event, events.Note):
             self._say_once(sentence(event))
-
-    def _is_news(self, done: events.StepDone) -> bool:
-        # What is written for a step does not grow with the ranks: the first that has done it, and that knows its loss.
-        has_loss, step = done.loss is not None, (done.generation, done.step)
-        if step <= self._newest_step[True] or (not has_loss and step <= self._newest_step[False]):
-            return False
-        self._newest_step[has_loss] = step
-        return True
 
     def _keep(self, event: events.Event) -> None:
         line = events.encode(event)
@@ -135,8 +133,16 @@ def sentence(event: events.Event) -> str:
     match event:
         case events.TrainingStarted():
             return "all ranks are in training"
-        case events.RanksAwaited():
-            return _awaited(event)
+        case events.RanksAwaited(ranks_of=by_node, of=total, waited_s=waited_s):
+            parts = [f"rank(s) {listed(own)} on node {node}" for node, own in by_node.items()][:NODES_MAX]
+            if len(by_node) > NODES_MAX:
+                parts.append(f"{len(by_node) - NODES_MAX} more node(s)")
+            node, ranks = next(iter(by_node.items()))
+            return (
+                f"waiting for {sum(map(len, by_node.values()))} of {total} ranks to reach training, "
+                f"for {waited_s:.0f} s: {'; '.join(parts)}; "
+                f"their output is in rank{ranks[0]:04}.node{node}.log and so on"
+            )
         case events.SpareReady(spare=spare, ranks=ranks):
             return f"spare node {spare} is ready for rank(s) {listed(ranks)}"
         case events.NodeLost(evidence=evidence):
@@ -165,8 +171,12 @@ def sentence(event: events.Event) -> str:
             return f"swap done, all ranks are in training again after {duration:.2f} s"
         case events.Unprotected(reason=reason):
             return f"unprotected: {reason}"
-        case events.Mirrored(reason=reason):
-            return _mirrored(event) if reason else ""
+        case events.Mirrored(step=step, reason=missing) if missing:
+            if event.spares_left == 0:
+                then = "ends the job" if event.on_no_spare == "stop" else "makes the job wait for a host"
+                none = "NO SPARE LEFT" if event.generation else "no host is a spare (spares: 0)"
+                missing = f"{none}, the next lost node {then} (on_no_spare: {event.on_no_spare})"
+            return f"mirrored: step {step} is in other hosts' memory; not protected: {missing}"
         case events.Protected(step=step):
             return f"protected: step {step} survives the loss of any node"
         case events.HistoryFilling(rank=rank, step=step, full=full):
@@ -212,25 +222,3 @@ def named(line: str, hosts: Mapping[NodeId, str]) -> str:
     if len({*hosts.values()}) < 2:
         return line
     return re.sub(r"\bnodes? \d+\b(?!, \d|-\d)|(?<= and )\d+(?= cannot reach each other)", with_host, line)
-
-
-def _awaited(awaited: events.RanksAwaited) -> str:
-    by_node = awaited.ranks_of
-    parts = [f"rank(s) {listed(own)} on node {node}" for node, own in by_node.items()][:NODES_MAX]
-    if len(by_node) > NODES_MAX:
-        parts.append(f"{len(by_node) - NODES_MAX} more node(s)")
-    first = next(iter(by_node))
-    return (
-        f"waiting for {sum(map(len, by_node.values()))} of {awaited.of} ranks to reach training, "
-        f"for {awaited.waited_s:.0f} s: {'; '.join(parts)}; "
-        f"their output is in rank{by_node[first][0]:04}.node{first}.log and so on"
-    )
-
-
-def _mirrored(mirrored: events.Mirrored) -> str:
-    missing = mirrored.reason
-    if mirrored.spares_left == 0:
-        then = "ends the job" if mirrored.on_no_spare == "stop" else "makes the job wait for a host"
-        none = "NO SPARE LEFT" if mirrored.generation else "no host is a spare (spares: 0)"
-        missing = f"{none}, the next lost node {then} (on_no_spare: {mirrored.on_no_spare})"
-    return f"mirrored: step {mirrored.step} is in other hosts' memory; not protected: {missing}"
