@@ -50,7 +50,6 @@ class ProcessMonitor:
         )
 
     def forget(self, process: Process) -> None:
-        """Ignore all further messages of a process that is superseded."""
         self._mark_ended(process)
         if process.peer is not None:
             process.peer.tag = None
@@ -68,7 +67,7 @@ class ProcessMonitor:
             self._node.feed(api.StoreLost(address))
 
     def ended(self, slot: Slot, process: Process, exit_code: int) -> None:
-        """Take in that `process` is ending (told by /proc or by the standby process, whichever is first)."""
+        """Take in that `process` is ending, of which /proc or the standby process tells first."""
         if process.peer is not None:
             process.peer.read_rest()  # its last words
         if process.ended:
@@ -130,12 +129,11 @@ class ProcessMonitor:
 
     def _expire(self, generation: Generation, asked: list[tuple[Slot, Process]], after_s: float) -> None:
         for slot, process in asked:
-            if slot.process is not process or process.unwound_for >= generation:
-                continue
-            saves = process.saving_for >= generation
-            if not saves or after_s >= self._node.config.saving_timeout_s:
-                left = f"had not left {'the save it was in' if saves else 'its call'} after {after_s:g} s"
-                self.kill(slot, process, f"process {process.pid} {left} and was killed")
+            saves = process.saving_for >= generation and after_s < self._node.config.saving_timeout_s
+            if slot.process is process and process.unwound_for < generation and not saves:
+                left = "the save it was in" if process.saving_for >= generation else "its call"
+                reason = f"process {process.pid} had not left {left} after {after_s:g} s and was killed"
+                self.kill(slot, process, reason)
 
     def pause(self) -> None:
         """Stop every process that runs a rank, with all it has started, and its deadline. Blocks: some 10 ms."""
@@ -147,7 +145,6 @@ class ProcessMonitor:
         self._processes.pause(running, {slot.local_rank: slot.standby_pid for slot in self._slots})
 
     def resume(self) -> None:
-        """Let the processes go on: nobody has replaced this node."""
         self.paused = False
         self._processes.resume()
 
@@ -167,12 +164,11 @@ class ProcessMonitor:
         self.give_up(f"{_standby(slot)} {how}")
 
     def give_up(self, reason: str) -> None:
-        """Have others take the ranks of this node over; nothing once the job ends."""
+        """Have others take the ranks of this node over, unless the job ends."""
         if not self.ending:
             self._node.feed(api.NodeGivenUp(reason))
 
     def closed(self, peer: LocalPeer) -> None:
-        """Take in that a connection has ended from its other side."""
         slot = peer.tag
         if not isinstance(slot, Slot):
             return
@@ -195,8 +191,8 @@ class ProcessMonitor:
 
     def leaving(self, message: local.Leaving) -> None:
         """Take in that a supervisor was told to end by a signal."""
-        node, name = self._node.id, signal.Signals(message.signal).name
-        reason = f"the launcher of node {node} ended its processes ({name})"
+        node = self._node.id
+        reason = f"the launcher of node {node} ended its processes ({signal.Signals(message.signal).name})"
         if message.signal == signal.SIGINT:
             why = f"ended where it was launched (Ctrl-C, a closed terminal or a signal; node {node} was told)"
             self._node.feed(api.StopRequested(why, 128 + message.signal))
@@ -266,7 +262,6 @@ class ProcessMonitor:
         return all(slot.standby_ended or slot.supervisor is None for slot in self._slots)
 
     async def end_supervisors(self, exit_code: int, timeout_s: float) -> None:
-        """Have the supervisors exit, and wait until they have."""
         for slot in self._slots:
             if slot.supervisor is not None:
                 slot.supervisor.send(local.End(exit_code))

@@ -76,7 +76,7 @@ class Workers:
             self._node.feed(api.StoreOffered(message.address, slot.local_rank, stand_in))
 
     def replace_store(self, address: str) -> None:
-        """Have the process here that hosts the store at `address`, over which groups are built, offer another one."""
+        """Have the process here that hosts the store at `address` offer another one."""
         # At once, and also if it only stands by: the next loss may leave no other that has one.
         for slot in self._node.slots:
             process = slot.living
@@ -121,7 +121,6 @@ class Workers:
         self._tell_serving(self._start)
 
     def abort(self, generation: Generation) -> None:
-        """Interrupt every process that runs a rank."""
         self._start = None  # who has yet to connect is not to look for a store that may be gone
         self._tell_serving(local.Abort(generation))
 
