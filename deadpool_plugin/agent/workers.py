@@ -191,4 +191,4 @@ class Workers:
         process.took_over = True
         self._name_output(slot, file, late=file is None)
         if slot.pipe is not None:
-            slot.pipe.repeats = Repeats(printed, step) if printed else None
+            slot.pipe.repeats = Repeats(printed, step)

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from ..core.types import NodeId, Rank, Step
+from ..core.types import NO_STEP, NodeId, Rank, Step
 from .output_dedup import CUTS, Cut, LineBuffer, Repeats, cuts_of
 
 QUEUE_BYTES_MAX = 16 << 20
@@ -242,7 +242,7 @@ class Pipe:
         self._file = -1
         self._path: Path | None = None
         self._file_bytes: int | None = 0
-        self.repeats: Repeats | None = None
+        self.repeats = Repeats({}, NO_STEP)
         """The lines that a lost process has printed already."""
         self._forward = False
         self._lines = LineBuffer()
@@ -286,8 +286,7 @@ class Pipe:
         opened late, so that it is not known."""
         if self.assigned and not self.ended.is_set():
             self._read()  # takes all that is in a pipe (64 KiB at most)
-        if self.repeats is not None:
-            self.repeats.reached(step)
+        self.repeats.reached(step)
         return self._file_bytes
 
     def _read(self) -> None:
@@ -295,14 +294,10 @@ class Pipe:
             data = os.read(self._fd, _READ_BYTES)
         except BlockingIOError:
             return
-        if not data:
+        if data:
+            self._put(self.repeats.without(data))
+        else:
             self.close()
-            return
-        if self.repeats is not None:
-            data = self.repeats.without(data)
-            if self.repeats.over:
-                self.repeats = None
-        self._put(data)
 
     def note(self, line: str) -> None:
         """Write `line` behind what the process has printed, into its file only."""
@@ -326,8 +321,7 @@ class Pipe:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self.ended.set()
-            if self.repeats is not None:
-                self._put(self.repeats.flush())
+            self._put(self.repeats.flush())
             if self._forward and (rest := self._lines.flush()):
                 self._writer.forward(rest)
             self._release()

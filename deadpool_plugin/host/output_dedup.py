@@ -31,7 +31,7 @@ _NUMBERS = re.compile(rb"[0-9]+([.:,][0-9]+)*([eE][+-]?[0-9]+)?")
 
 
 class LineBuffer:
-    """Cuts a stream into whole lines, so that those of several ranks do not mix."""
+    """A stream in whole lines, so that those of several ranks do not mix."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -63,13 +63,11 @@ _decoder = msgspec.json.Decoder(Cut)
 
 
 def cuts_of(folder: Path, node: int | str) -> tuple[Path, Path]:
-    """Name the two files of the newest cuts on `node`, written in turns."""
     return folder / f"cuts.{node}.0.jsonl", folder / f"cuts.{node}.1.jsonl"
 
 
 def printed_since(output_dir: Path, job: str, rank: Rank, step: Step) -> Printed:
-    """Read what processes of `rank` printed after the cut of `step`, on any node of `job`: an earlier one in the
-    folder may have had more. Blocks: for the files."""
+    """Read what processes of `rank` printed after the cut of `step`, on any node of `job`. Blocks: for the files."""
     found: Printed = {}
     for path in sorted(output_dir.glob(f"rank{rank:04d}.node*.log")):
         with contextlib.suppress(OSError):
@@ -80,16 +78,16 @@ def printed_since(output_dir: Path, job: str, rank: Rank, step: Step) -> Printed
 
 
 def _cuts(files: tuple[Path, Path], job: str, rank: Rank, step: Step) -> dict[Step, int]:
-    """Step -> how much had been printed when its cut was first made here, from `step` on, in this order."""
-    found: list[Cut] = []
+    """Return how much had been printed when each cut from `step` on was first made here, in this order."""
+    cuts: list[Cut] = []
     for line in b"".join(file.read_bytes() for file in files).splitlines():
         with contextlib.suppress(msgspec.DecodeError):  # cut off by a crash
-            found.append(_decoder.decode(line))
-    cuts: dict[Step, int] = {}
-    for cut in sorted(found, key=lambda cut: (cut.output, cut.step)):  # what a rank has printed here never gets less
+            cuts.append(_decoder.decode(line))
+    first: dict[Step, int] = {}
+    for cut in sorted(cuts, key=lambda cut: (cut.output, cut.step)):  # what a rank has printed here never gets less
         if (cut.job, cut.rank) == (job, rank) and cut.step >= step:
-            cuts.setdefault(cut.step, cut.output)
-    return cuts
+            first.setdefault(cut.step, cut.output)
+    return first
 
 
 def _words(path: Path, begin: int, end: int | None) -> Counter[bytes]:
@@ -100,19 +98,19 @@ def _words(path: Path, begin: int, end: int | None) -> Counter[bytes]:
 
 
 def words(line: bytes) -> bytes:
-    """Reduce a line to the part that stays the same if it is printed again."""
+    """Return the part of a line that stays the same if it is printed again."""
     return b" ".join(_NUMBERS.sub(b"#", line).split())
 
 
 class Repeats:
-    """Between a replacement's output and its file: drops what is in `printed`, until the last step of it is over."""
+    """A filter before a replacement's file, which drops what is in `printed` until the last step of it is over."""
 
     def __init__(self, printed: Printed, step: Step) -> None:
         self._printed, self._step, self._lines = printed, step, LineBuffer()
 
     @property
     def over(self) -> bool:
-        return not any(self._printed[step] for step in self._printed if step >= self._step)
+        return not any(printed.total() for step, printed in self._printed.items() if step >= self._step)
 
     def reached(self, step: Step) -> None:
         """Note that later output is after the cut of `step` (a swap may go back to an earlier one)."""
@@ -120,17 +118,15 @@ class Repeats:
 
     def without(self, data: bytes) -> bytes:
         """Return the whole lines so far that are new; after the last repeated one, all of `data`."""
-        kept = b"".join(line for line in self._lines.feed(data).splitlines(keepends=True) if not self._drop(line))
-        return kept + self._lines.flush() if self.over else kept
+        if self.over:
+            return self.flush() + data
+        left, kept = self._printed.get(self._step, Counter()), list[bytes]()
+        for line in self._lines.feed(data).splitlines(keepends=True):
+            if left[said := words(line)] > 0:
+                left[said] -= 1
+            else:
+                kept.append(line)
+        return b"".join(kept) + (self.flush() if self.over else b"")
 
     def flush(self) -> bytes:
         return self._lines.flush()
-
-    def _drop(self, line: bytes) -> bool:
-        left, said = self._printed.get(self._step, Counter()), words(line)
-        if left[said] <= 0:
-            return False
-        left[said] -= 1
-        if not left[said]:
-            del left[said]
-        return True
