@@ -1,8 +1,7 @@
 """Files that other hosts or programs may look at at any moment: each appears whole or not at all.
 
-- `OUTPUT_DIR/nodes/<id>.json`, where a host that wants to join finds a living member. It goes with its node's orderly
-  end; what a killed node leaves behind is harmless, because nobody of its job answers there. Where the secret lies is
-  in it, the secret is not.
+- `OUTPUT_DIR/nodes/<id>.json`, where a host that wants to join finds a living member. A killed node's is harmless,
+  because nobody of its job answers there. It says where the secret lies, not the secret.
 - The witness of ties: one file per generation on storage that all hosts share, written by whoever is first.
 """
 
@@ -23,10 +22,7 @@ CONTACTS_FOLDER = "nodes"
 
 
 def put(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Replace the content of `path` as a whole: a reader finds the old content or all of the new. Raises: OSError.
-
-    Args: mode: as for open(2), the umask being taken from it.
-    """
+    """Replace the content of `path` as a whole. Raises: OSError. Args: mode: as for open(2), less the umask."""
     draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")  # hosts may share the folder
     draft.unlink(missing_ok=True)  # of one that had our number and was killed here
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
@@ -90,9 +86,9 @@ def published(output_dir: Path) -> list[ContactFile]:
 
 
 class SharedFolder:
-    """The witness of ties: a directory on storage that all hosts share. A file never changes. Thread: any.
+    """The witness of ties: a directory on storage that all hosts share, whose files never change. As a string its path.
 
-    Every method blocks for the storage and raises OSError.
+    Thread: any. Every method blocks for the storage and raises OSError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -108,7 +104,6 @@ class SharedFolder:
         return msgspec.msgpack.decode(path.read_bytes(), type=SwapPlan)
 
     def look(self, job: str, generation: Generation) -> SwapPlan | None:
-        """Return the plan that the folder has for this job and generation, None if it has none."""
         try:
             return msgspec.msgpack.decode((self._directory / f"{job}.{generation}").read_bytes(), type=SwapPlan)
         except FileNotFoundError:
@@ -116,11 +111,8 @@ class SharedFolder:
 
     def share(self, job: str) -> None:
         """Leave a file there for `is_shared`, made as plans are."""
-        put_once(self._shared(job), b"")
+        put_once(self._directory / f"{job}.shared", b"")
 
     def is_shared(self, job: str) -> bool:
         """Return whether another host's `share` is seen here."""
-        return self._shared(job).exists()
-
-    def _shared(self, job: str) -> Path:
-        return self._directory / f"{job}.shared"
+        return (self._directory / f"{job}.shared").exists()

@@ -1,7 +1,6 @@
 """Process start and reaping, so that nothing outlives the node's launcher; and where a process may run.
 
-Rules of this file: call from the main thread only, because a parent-death signal fires when the *thread* that forked
-ends.
+Rules of this file: call from the main thread only: a parent-death signal fires when the *thread* that forked ends.
 """
 
 from __future__ import annotations
