@@ -35,7 +35,6 @@ from ..transport.unix import LocalPeer, close_descriptors
 from .links import Links
 from .mirroring import Mirroring
 from .node import LocalNode, Slot
-from .process_monitor import ProcessMonitor
 from .reports import Reports
 from .takeovers import TakeOvers
 from .workers import Workers
@@ -68,14 +67,13 @@ class Agent:
         self._controller = Controller(place.node, timing_of(config), policy_of(config))
         self._links = Links(node)
         self._mirroring = Mirroring(node)
-        self._monitor = ProcessMonitor(node, lambda slot: self._takeovers.replace(slot))
-        self._workers = Workers(node, self._monitor)
-        self._takeovers = TakeOvers(node, self._monitor, self._workers, self._mirroring)
-        host.serve(self._on_message, self._monitor.closed)
+        self._workers = Workers(node, lambda slot: self._takeovers.replace(slot))
+        self._takeovers = TakeOvers(node, self._workers, self._mirroring)
+        host.serve(self._on_message, self._workers.closed)
         host.store.on_corrupt(lambda rank, step: soon(self._loop, self.feed, api.HoldingsDropped(rank, step - 1)))
         self._loop.set_exception_handler(lambda _, context: self._unhandled(context))
         reason = f"the agent of node {place.node} was told to end (SIGTERM)"
-        self._loop.add_signal_handler(signal.SIGTERM, self._monitor.told_to_end, reason)
+        self._loop.add_signal_handler(signal.SIGTERM, self._workers.told_to_end, reason)
 
     async def run(self) -> int:
         """Run from the first connection to the last. Returns: the exit code."""
@@ -198,7 +196,7 @@ class Agent:
         # A job that waits, or is slow, shall not be taken for one that is gone; after the training each node says so.
         while True:
             await asyncio.sleep(events.ALIVE_S)
-            if self._controller.world is not None and (self._monitor.ending or self._controller.leads):
+            if self._controller.world is not None and (self._workers.ending or self._controller.leads):
                 self._reports.emit(events.Alive())
 
     def feed(self, event: api.Input) -> None:
@@ -265,19 +263,19 @@ class Agent:
             case local.StoreOffer():
                 self._workers.store_offer(slot, message)
             case local.OutOfReach() if process:  # another goes on here, by the records of the steps it need not redo
-                self._monitor.kill(slot, process, message.reason)
+                self._workers.kill(slot, process, message.reason)
             case local.WorkerEvent(kind=kind, fields=fields):
                 self._cuts.heard(slot.pipe, kind, fields)
                 self._reports.worker_event(kind, fields)
             case local.WorkerExited(order=order, exit_code=exit_code) if process:
                 if process.order == order:
-                    self._monitor.ended(slot, process, exit_code)
+                    self._workers.ended(slot, process, exit_code)
             case local.StandbyExited(exit_code=exit_code):
-                self._monitor.standby_ended(slot, described_exit(exit_code))
+                self._workers.standby_ended(slot, described_exit(exit_code))
             case local.CannotEnd():
-                self._monitor.give_up(f"local rank {slot.local_rank} cannot get a new process: {message.reason}")
+                self._workers.give_up(f"local rank {slot.local_rank} cannot get a new process: {message.reason}")
             case local.Leaving():
-                self._monitor.leaving(message)
+                self._workers.leaving(message)
             case _:
                 raise InvariantViolated(f"{type(message).__name__} came from local rank {slot.local_rank}")
 
@@ -297,16 +295,16 @@ class Agent:
                 self._takeovers.cancel()
                 self._host.store.announce(generation)  # so that all can know before the first of them is cut off
                 self._workers.abort(generation)
-                if not self._monitor.paused:
-                    self._monitor.await_unwinding(generation)
+                if not self._workers.paused:
+                    self._workers.await_unwinding(generation)
                 self._host.store.fence(generation)
             case api.PauseWorkers():
-                self._monitor.pause()
+                self._workers.pause()
             case api.ResumeWorkers():
-                self._monitor.resume()
+                self._workers.resume()
                 generation = self._host.store.generation
                 if generation > self._reports.generation:  # fenced meanwhile: the time to unwind begins now
-                    self._monitor.await_unwinding(generation)
+                    self._workers.await_unwinding(generation)
             case api.ReadCalls(generation=generation):
                 own = ((slot.rank, self._host.store.own(slot.rank)) for slot in self._node.slots if slot.rank >= 0)
                 ranks = [RankCalls(rank, read_calls(pair.calls, generation)) for rank, pair in own if pair is not None]
@@ -314,7 +312,7 @@ class Agent:
             case api.EndRank():
                 for slot in self._node.slots:
                     if slot.rank == action.rank and slot.living is not None:
-                        self._monitor.kill(slot, slot.living, action.reason)
+                        self._workers.kill(slot, slot.living, action.reason)
             case api.Claim():
                 self._tasks.start(self._claim(action.plan))
             case api.Look():
@@ -352,18 +350,18 @@ class Agent:
 
         Returns: the node's exit code: a worker may still fail after everyone's training has ended well.
         """
-        monitor, node = self._monitor, self._node.id
+        workers, node = self._workers, self._node.id
         self._takeovers.cancel()
         self._takeovers.drop()
-        monitor.end(exit_code)
+        workers.end(exit_code)
         goodbye = Goodbye(self._controller.generation, self._verdict) if exit_code != EXIT_FENCED else None
         await self._links.mesh.close(goodbye)
         withdrawing = begin(self._host.at_files(self._host.withdraw))
         if exit_code == EXIT_OK:
             exit_code = await self._last_work()
         else:
-            await monitor.wait(lambda: monitor.workers_gone, WORKERS_KILL_S)
-        await monitor.end_supervisors(exit_code, SUPERVISORS_END_S)
+            await workers.wait(lambda: workers.workers_gone, WORKERS_KILL_S)
+        await workers.end_supervisors(exit_code, SUPERVISORS_END_S)
         await self._workers.drain(WORKERS_KILL_S)
         await self._host.close()
         await asyncio.wait([withdrawing], timeout=WITHDRAW_S)  # the file system may hang
@@ -375,13 +373,13 @@ class Agent:
 
     async def _last_work(self) -> int:
         """Wait for what scripts still do after the training, however long. Returns: their worst exit code."""
-        monitor, node, timeout_s, told = self._monitor, self._node.id, self._config.decision_timeout_s, False
-        while not await monitor.wait(lambda: not monitor.at_work, timeout_s):
+        workers, node, timeout_s, told = self._workers, self._node.id, self._config.decision_timeout_s, False
+        while not await workers.wait(lambda: not workers.at_work, timeout_s):
             if not told:
-                told, ranks = True, listed(sorted(monitor.at_work))
+                told, ranks = True, listed(sorted(workers.at_work))
                 self._reports.say(f"node {node}: training is over; the script(s) of rank(s) {ranks} still run")
-        if await monitor.wait(lambda: monitor.workers_gone, timeout_s) or not (held := monitor.unended):
-            return monitor.late_exit_code
+        if await workers.wait(lambda: workers.workers_gone, timeout_s) or not (held := workers.unended):
+            return workers.late_exit_code
         ranks = listed(sorted(held))
         self._reports.say(f"node {node}: the process(es) of rank(s) {ranks} did not end and are killed")
-        return monitor.late_exit_code or 1
+        return workers.late_exit_code or 1

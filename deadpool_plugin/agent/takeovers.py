@@ -24,7 +24,6 @@ from ..transport.tasks import Tasks, begin, loop_time
 from ..transport.unix import LocalPeer
 from .mirroring import Mirroring
 from .node import LocalNode, Process, Slot
-from .process_monitor import ProcessMonitor
 from .workers import Workers
 
 PULL_STEPS = 1024
@@ -80,8 +79,8 @@ class Rehearsal:
 class TakeOvers:
     """The rehearsals of this node's slots, and the take-overs of the newest plan."""
 
-    def __init__(self, node: LocalNode, monitor: ProcessMonitor, workers: Workers, mirroring: Mirroring) -> None:
-        self._node, self._monitor, self._workers, self._mirroring = node, monitor, workers, mirroring
+    def __init__(self, node: LocalNode, workers: Workers, mirroring: Mirroring) -> None:
+        self._node, self._workers, self._mirroring = node, workers, mirroring
         self._store, self._taking = node.host.store, Tasks()
         self._committed: Step = NO_STEP
         self._said_at, self._said_of = 0.0, -1
@@ -235,7 +234,7 @@ class TakeOvers:
         if message.differs and slot.rank == rank and slot.living is not None:
             self._node.reports.emit(events.RehearsalFailed(rank=rank, reason=reason))
             # As any script's failure: another process begins anew; if that reads other data, too, the job ends.
-            self._monitor.kill(slot, slot.living, reason, DIFFERS_CODE)
+            self._workers.kill(slot, slot.living, reason, DIFFERS_CODE)
         elif self._of(slot, rank) is not None:
             self._fail(slot, rank, reason)
 
@@ -246,7 +245,7 @@ class TakeOvers:
     def _give_up(self, slot: Slot, rank: Rank, reason: str) -> None:
         """Abandon this attempt at `rank`; its process, if there is one, goes."""
         if (rehearsal := self._of(slot, rank)) is not None:
-            self._monitor.kill(slot, rehearsal.process, reason)
+            self._workers.kill(slot, rehearsal.process, reason)
         elif slot.rank == rank:
             self._node.feed(api.WorkerLost(rank, reason))
         else:
@@ -359,8 +358,8 @@ class TakeOvers:
         pair = present(self._store.own(rank), f"rank {rank} is handed over without an arena")
         self._workers.take(slot, file, printed, step)
         self.done(slot)
-        if self._monitor.paused:  # whoever has come to run a rank meanwhile stands still, too
-            self._monitor.pause()
+        if self._workers.paused:  # whoever has come to run a rank meanwhile stands still, too
+            self._workers.pause()
         if (peer := slot.serving) is not None:  # else its connection has ended, and so will it
             order = local.TakeOver(plan.world.generation, plan.store, step, pair.header_bytes, pair.payload_bytes)
             peer.send(order, [pair.fd])

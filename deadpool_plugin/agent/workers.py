@@ -1,43 +1,66 @@
-"""This node's processes: who they are when they connect, what they are told, and where their output goes.
+"""This node's processes: who they are when they connect, what they are told, where their output goes, how they end.
 
 Rules of this file: an order replaces the process of the order before, whose last words mean nothing from then on.
-Deaths are process_monitor.py's.
+A death becomes an input once, with the best reason there is. A worker process ended by a signal is lost: its own node
+can run the rank again. One that ended by its own exit code has failed, as it may do anywhere. A standby process or a
+supervisor that is gone is the node's end: neither runs anything that could crash it, and what they looked after died
+with them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Callable
 from io import FileIO
 from typing import TypeVar
 
+from .. import events
 from ..core import api, local
 from ..core.types import NO_STEP, Generation, Rank, Step, World
-from ..errors import invariant, present
+from ..errors import EXIT_OK, invariant, present, shell_code
 from ..host.output import rank_file
 from ..host.output_dedup import READ_S, Printed, Repeats, printed_since
+from ..host.proc import described_exit
 from ..transport.tasks import Tasks
 from ..transport.unix import LocalPeer, close_descriptors
 from .node import LocalNode, Process, Slot
-from .process_monitor import ProcessMonitor
 from .world import worker_env
 
 T = TypeVar("T")
 
+SIGTERM_S = 25.0
+"""How long a script that handles SIGTERM has: less than the 30 s after which deepspeed's launcher and Slurm kill."""
+TERM_GRACE_S = 1.0
+"""A supervisor that was told to end knows better why; this agent knows better who else was told. Each gives the other
+so long to speak first."""
+EXIT_REPORT_S = 2.0
+"""How long after a worker's connection has ended the standby process may take to say how it ended."""
+
 
 class Workers:
-    """The processes of this node's slots."""
+    """The processes of this node's slots, watched. `on_lost` hears of each slot whose rank has lost its process."""
 
-    def __init__(self, node: LocalNode, monitor: ProcessMonitor) -> None:
-        self._node, self._monitor, self._output_dir = node, monitor, node.config.output_dir
+    def __init__(self, node: LocalNode, on_lost: Callable[[Slot], None]) -> None:
+        self._node, self._slots, self._processes = node, node.slots, node.host.processes
+        self._on_lost, self._output_dir = on_lost, node.config.output_dir
         self.committed: Step = NO_STEP
         self._orders = 0
         self._opening = Tasks()
         self._start: local.StartGroups | None = None
+        self.ending = self.paused = self._has_sigterm = False
+        self._exit_code = 0
+        self._deadlines: list[asyncio.TimerHandle] = []
+        self.late_exit_code = 0
+        """The worst exit code of a rank's process after the job's end, as a shell counts signals."""
+        self.changed = asyncio.Event()
+        """Set whenever a process has ended."""
+
+    # ---- who they are, and what they are told
 
     def _slot(self, local_rank: int) -> Slot:
-        slots = self._node.slots
+        slots = self._slots
         invariant(0 <= local_rank < len(slots), f"no local rank {local_rank} of {len(slots)}")
         return slots[local_rank]
 
@@ -45,7 +68,11 @@ class Workers:
         slot = peer.tag = self._slot(hello.local_rank)
         slot.supervisor, slot.standby_pid = peer, hello.standby_pid
         slot.pipe = self._node.host.pipe(descriptors[0])
-        self._monitor.watch_standby(slot)
+        self._processes.watch(
+            slot.standby_pid,
+            lambda code: self.standby_ended(slot, described_exit(code)),
+            lambda seconds: self.give_up(f"{_standby(slot)} had been stopped (state T) for {seconds:.1f} s"),
+        )
         if self._node.world is not None:
             self._name_output(slot)
 
@@ -54,7 +81,7 @@ class Workers:
         slot.standby = peer
         if slot.order is not None:
             peer.send(slot.order)
-        elif self._monitor.ending:
+        elif self.ending:
             peer.send(local.End(0))
 
     def worker(self, peer: LocalPeer, hello: local.WorkerHello) -> None:
@@ -64,7 +91,9 @@ class Workers:
             peer.close()  # an order that has been overtaken
             return
         peer.tag, process.peer, process.pid = slot, peer, hello.pid
-        self._monitor.watch(slot, process)
+        self._processes.watch(
+            process.pid, lambda code: self.ended(slot, process, code), lambda s: self._stopped(slot, process, s)
+        )
         if not hello.rehearsing and self._start is not None:
             peer.send(self._start)
 
@@ -78,7 +107,7 @@ class Workers:
     def replace_store(self, address: str) -> None:
         """Have the process here that hosts the store at `address` offer another one."""
         # At once, and also if it only stands by: the next loss may leave no other that has one.
-        for slot in self._node.slots:
+        for slot in self._slots:
             process = slot.living
             if process is not None and process.peer is not None and address in process.stores:
                 process.peer.send(local.HostStore())
@@ -87,7 +116,7 @@ class Workers:
         """Enter a world whose ranks begin the script: tell every slot what it is."""
         self._node.world, self.committed, self._start = world, NO_STEP, None
         ranks = world.ranks_of(self._node.id)
-        for slot in self._node.slots:
+        for slot in self._slots:
             slot.rank = ranks[slot.local_rank] if slot.local_rank < len(ranks) else -1
             self._name_output(slot)
             if slot.rank >= 0:
@@ -96,7 +125,7 @@ class Workers:
     def enter(self, world: World, restore_step: Step) -> None:
         """Enter a world that goes on from `restore_step` of the one before (for a host that has joined: its first)."""
         self._node.world, self.committed = world, min(self.committed, restore_step)
-        for slot in self._node.slots:
+        for slot in self._slots:
             if slot.pipe is not None and not slot.pipe.assigned:
                 self._name_output(slot)
 
@@ -105,7 +134,7 @@ class Workers:
         node = self._node
         world = present(node.world, "a process was ordered before the world had formed")
         if slot.process is not None:
-            self._monitor.forget(slot.process)
+            self.forget(slot.process)
         self._orders += 1
         # It takes the ring position of whoever runs the rank now.
         env = worker_env(node.place, world, rank, world.node_of[rank], slot.local_rank, node.host.where[1])
@@ -130,9 +159,233 @@ class Workers:
         self._tell_serving(local.Committed(step))
 
     def _tell_serving(self, message: local.LocalMessage) -> None:
-        for slot in self._node.slots:
+        for slot in self._slots:
             if slot.serving is not None:
                 slot.serving.send(message)
+
+    # ---- their deaths
+
+    def forget(self, process: Process) -> None:
+        self._mark_ended(process)
+        if process.peer is not None:
+            process.peer.tag = None
+            process.peer.close()
+            process.peer = None
+
+    def _mark_ended(self, process: Process, kills: bool = False) -> None:
+        process.ended = True
+        self._processes.forget(process.pid)
+        if kills and process.pid:  # else it has not said hello yet, and the next order ends it
+            self._processes.kill(process.pid)
+        # Stores die with the process that hosts them; one before the newest may be what others are told to build over.
+        stores, process.stores = process.stores, []
+        for address in stores if not self.ending else ():
+            self._node.feed(api.StoreLost(address))
+
+    def ended(self, slot: Slot, process: Process, exit_code: int) -> None:
+        """Take in that `process` is ending, of which /proc or the standby process tells first."""
+        if process.peer is not None:
+            process.peer.read_rest()  # its last words
+        if process.ended:
+            return
+        self.changed.set()
+        self._mark_ended(process)
+        what = f"process {process.pid} {described_exit(exit_code)}"
+        if self.ending:
+            if slot.rank >= 0 and (process.took_over or not process.rehearses):
+                self.late_exit_code = max(shell_code(exit_code), self.late_exit_code)
+            self._end_standby(slot)
+        elif self._processes.is_gone(slot.standby_pid):
+            self.standby_ended(slot, "was ended, together with the processes that it had forked")
+        elif exit_code < 0 or slot.rank < 0 or (process.rehearses and not process.in_training):
+            self._lost(slot, process, process.failing or what)
+        else:
+            early = f"process {process.pid} exited with 0 before the job had ended"
+            reason = process.failing or ("see its output above" if exit_code > 0 else early)
+            self._lost(slot, process, reason, exit_code or 1)
+
+    def _lost(self, slot: Slot, process: Process, reason: str, exit_code: int = 0) -> None:
+        if self.ending:
+            return
+        if slot.rank < 0:
+            self._node.feed(api.SpareFailed(slot.local_rank, process.rank, reason))
+        elif process.rank == slot.rank:  # else the slot has just been given another rank, whose process is on its way
+            # First: a node that is alone decides at once, and what it orders then replaces what is begun here.
+            self._on_lost(slot)
+            lost = api.WorkerFailed(slot.rank, exit_code, reason) if exit_code else api.WorkerLost(slot.rank, reason)
+            self._node.feed(lost)
+
+    def kill(self, slot: Slot, process: Process, reason: str, exit_code: int = 0) -> None:
+        """End a useless process, to be replaced. `exit_code`: not 0 if its script did it, twice being the job's end."""
+        if process.ended or self.ending:
+            return
+        self._mark_ended(process, kills=True)
+        self._lost(slot, process, reason, exit_code)
+
+    def _stopped(self, slot: Slot, process: Process, seconds: float) -> None:
+        reason = f"process {process.pid} had been stopped (state T) for {seconds:.1f} s and was killed"
+        if self.ending:  # or it would hold the host for ever; its exit code tells of it
+            self._node.reports.emit(events.Note(text=reason))
+            self._processes.kill(process.pid)
+        else:
+            self.kill(slot, process, reason)
+
+    def await_unwinding(self, generation: Generation) -> None:
+        """Set deadlines for the processes in training, which have been told that `generation` begins.
+
+        A process that is still in its call then is replaced here: it holds the interpreter, its device is dead, or user
+        code does not come to its next call. A process in a save is healthy, and has longer. One that has not come to
+        training has no deadline: it begins anew, or joins the newest generation when it is through.
+        """
+        asked = [(slot, slot.running) for slot in self._slots if slot.running is not None and slot.running.in_training]
+        loop, config = asyncio.get_running_loop(), self._node.config
+        self._deadlines = [deadline for deadline in self._deadlines if deadline.when() > loop.time()]
+        for after_s in (config.phase_timeout_s, config.saving_timeout_s):
+            self._deadlines.append(loop.call_later(after_s, self._expire, generation, asked, after_s))
+
+    def _expire(self, generation: Generation, asked: list[tuple[Slot, Process]], after_s: float) -> None:
+        for slot, process in asked:
+            saves = process.saving_for >= generation and after_s < self._node.config.saving_timeout_s
+            if slot.process is process and process.unwound_for < generation and not saves:
+                left = "the save it was in" if process.saving_for >= generation else "its call"
+                reason = f"process {process.pid} had not left {left} after {after_s:g} s and was killed"
+                self.kill(slot, process, reason)
+
+    def pause(self) -> None:
+        """Stop every process that runs a rank, with all it has started, and its deadline. Blocks: some 10 ms."""
+        self.paused = True
+        for deadline in self._deadlines:
+            deadline.cancel()
+        self._deadlines.clear()
+        running = {slot.local_rank: slot.running.pid for slot in self._slots if slot.running and slot.running.pid}
+        self._processes.pause(running, {slot.local_rank: slot.standby_pid for slot in self._slots})
+
+    def resume(self) -> None:
+        self.paused = False
+        self._processes.resume()
+
+    def standby_ended(self, slot: Slot, how: str) -> None:
+        self.changed.set()
+        if slot.standby_ended:
+            return
+        slot.standby_ended = True
+        self._processes.forget(slot.standby_pid)
+        self.give_up(f"{_standby(slot)} {how}")
+
+    def give_up(self, reason: str) -> None:
+        """Have others take the ranks of this node over, unless the job ends."""
+        if not self.ending:
+            self._node.feed(api.NodeGivenUp(reason))
+
+    def closed(self, peer: LocalPeer) -> None:
+        slot = peer.tag
+        if not isinstance(slot, Slot):
+            return
+        self.changed.set()
+        process = slot.process
+        if peer is slot.supervisor:
+            slot.supervisor = None
+            if not self.ending:
+                self._processes.sweep(slot.local_rank)
+                self.give_up(f"supervisor of local rank {slot.local_rank} is gone")
+        elif peer is slot.standby:
+            slot.standby = None
+        elif process is not None and peer is process.peer:
+            process.peer = None
+            if exit_code := self._processes.exit_code(process.pid):
+                self.ended(slot, process, exit_code)
+            elif not process.ended:
+                reason = f"process {process.pid} closed its connection and did not end"
+                asyncio.get_running_loop().call_later(EXIT_REPORT_S, self.kill, slot, process, reason)
+
+    def leaving(self, message: local.Leaving) -> None:
+        """Take in that a supervisor was told to end by a signal."""
+        node = self._node.id
+        reason = f"the launcher of node {node} ended its processes ({signal.Signals(message.signal).name})"
+        if message.signal == signal.SIGINT:
+            why = f"ended where it was launched (Ctrl-C, a closed terminal or a signal; node {node} was told)"
+            self._node.feed(api.StopRequested(why, 128 + message.signal))
+        elif message.signal == signal.SIGHUP:
+            self.give_up(f"node {node} found the launcher gone (on_launcher_loss: stop)")
+        elif not self._script_handles_sigterm():
+            self.give_up(reason)
+        else:
+            # The script is asked only where everybody on the host was told, this agent too, as deepspeed's launcher
+            # does (terminate_process_tree): one that was told alone has lost its launcher, and nobody else has.
+            asyncio.get_running_loop().call_later(TERM_GRACE_S, self._give_up_unless_told, reason)
+
+    def _give_up_unless_told(self, reason: str) -> None:
+        if not self._has_sigterm:
+            self.give_up(reason)
+
+    def told_to_end(self, reason: str) -> None:
+        """End, as a scheduler tells a host before it takes it away (SIGTERM)."""
+        if self._has_sigterm:
+            return
+        after_s = TERM_GRACE_S
+        # A script that has a handler of its own (Megatron-LM's --exit-signal-handler) saves and ends the job.
+        if self._script_handles_sigterm():
+            self._has_sigterm, after_s = True, SIGTERM_S
+            text = f"told to end (SIGTERM): the script handles that itself, and has {SIGTERM_S:g} s for it"
+            self._node.reports.emit(events.Note(text=text))
+            reason = f"{reason}; the script, which handles SIGTERM itself, has not ended within {SIGTERM_S:g} s"
+        asyncio.get_running_loop().call_later(after_s, self.give_up, reason)
+
+    def _script_handles_sigterm(self) -> bool:
+        pids = [slot.running.pid for slot in self._slots if slot.running is not None]
+        return any(pid and self._processes.catches(pid, signal.SIGTERM) for pid in pids)
+
+    def end(self, exit_code: int) -> None:
+        """Expect every death from now on; what is paused ends as it stands, unless the job ends well."""
+        self.ending, self._exit_code = True, exit_code
+        if exit_code == EXIT_OK:
+            self.resume()
+        else:
+            self._processes.kill_paused()
+        for slot in self._slots:
+            if slot.serving is not None:
+                slot.serving.send(local.End(exit_code))
+            else:
+                self._end_standby(slot)
+
+    def _end_standby(self, slot: Slot) -> None:
+        if slot.standby is not None:  # it outlives the process that it forked
+            slot.standby.send(local.End(self._exit_code))
+
+    @property
+    def unended(self) -> dict[Rank, int]:
+        """Ranks of this node whose process has not ended, and its pid."""
+        return {
+            slot.rank: slot.living.pid
+            for slot in self._slots
+            if slot.rank >= 0 and slot.living is not None and not slot.standby_ended and slot.supervisor is not None
+        }
+
+    @property
+    def at_work(self) -> list[Rank]:
+        """Ranks whose script still runs; a process that is already ending the kernel may hold for ever."""
+        return [rank for rank, pid in self.unended.items() if not self._processes.is_gone(pid)]
+
+    @property
+    def workers_gone(self) -> bool:
+        return all(slot.standby_ended or slot.supervisor is None for slot in self._slots)
+
+    async def end_supervisors(self, exit_code: int, timeout_s: float) -> None:
+        for slot in self._slots:
+            if slot.supervisor is not None:
+                slot.supervisor.send(local.End(exit_code))
+        await self.wait(lambda: all(slot.supervisor is None for slot in self._slots), timeout_s)
+
+    async def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `done()`, which is looked at after every change; False at the deadline."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not done():
+                    self.changed.clear()
+                    await self.changed.wait()
+        return done()
+
+    # ---- their output
 
     def keep_apart(self, slot: Slot, peer: LocalPeer, descriptors: list[int]) -> None:
         """Assign the file for the output of a rehearsal; until it is open, output stays in the pipe."""
@@ -160,7 +413,7 @@ class Workers:
 
     async def drain(self, timeout_s: float) -> None:
         """Write the last words of the workers, which are still in their pipes."""
-        pipes = {slot.local_rank: slot.pipe for slot in self._node.slots if slot.pipe is not None}
+        pipes = {slot.local_rank: slot.pipe for slot in self._slots if slot.pipe is not None}
         if self._node.world is None:  # no slot ever had a rank
             for local_rank, pipe in pipes.items():
                 pipe.assign(self._output_dir / f"standby{local_rank}.node{self._node.id}.log", forward=True)
@@ -192,3 +445,7 @@ class Workers:
         self._name_output(slot, file, late=file is None)
         if slot.pipe is not None:
             slot.pipe.repeats = Repeats(printed, step)
+
+
+def _standby(slot: Slot) -> str:
+    return f"standby process {slot.standby_pid} of local rank {slot.local_rank}"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ..agent.process_monitor import SIGTERM_S
+from ..agent.workers import SIGTERM_S
 from ..agent.world import COMMAND
 from ..config import load
 from ..core import local

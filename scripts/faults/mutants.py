@@ -54,7 +54,7 @@ MUTANTS = (
         "who is fenced, cut off and in a call that cannot be interrupted is replaced while it still runs",
     ),
     Mutant(
-        "newest-store-only", "agent/process_monitor.py",
+        "newest-store-only", "agent/workers.py",
         "for address in stores if not self.ending else ():", "for address in stores[-1:] if not self.ending else ():",
         "groups are to be built over a store of a process that is gone, and nobody says so",
     ),

@@ -17,8 +17,8 @@ from support.stand_in import stand_in
 from deadpool_plugin import events, plugin
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process import Agent
-from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.reports import Reports
+from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.agent.world import Job, Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import api, local
@@ -100,7 +100,7 @@ def test_the_ends_that_a_supervisor_or_a_standby_process_reports(member):
     monitor = types.SimpleNamespace(
         ended=lambda *arguments: heard.append(arguments), standby_ended=lambda *arguments: heard.append(arguments)
     )
-    agent._monitor = cast(ProcessMonitor, monitor)
+    agent._workers = cast(Workers, monitor)
     slot = Slot(0, rank=3, process=Process(order=4, rank=3, rehearses=False))
     for message in (local.WorkerExited(3, -9), local.WorkerExited(4, -9), local.StandbyExited(9)):
         agent._heard(slot, stand_in(LocalPeer), message)
@@ -109,7 +109,7 @@ def test_the_ends_that_a_supervisor_or_a_standby_process_reports(member):
 
 def test_a_standby_process_that_can_fork_no_more_is_the_nodes_end(member):
     agent, given_up = member[0], list[str]()
-    agent._monitor = cast(ProcessMonitor, types.SimpleNamespace(give_up=given_up.append))
+    agent._workers = cast(Workers, types.SimpleNamespace(give_up=given_up.append))
     reason = "process 7 was killed and does not end (state D)"
     agent._heard(Slot(0, rank=3), stand_in(LocalPeer), local.CannotEnd(reason))
     assert given_up == [f"local rank 0 cannot get a new process: {reason}"]
@@ -120,7 +120,7 @@ def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_end
     said: list[events.Event] = []
     agent = Agent.__new__(Agent)
     controller, monitor = types.SimpleNamespace(world=None, leads=True), types.SimpleNamespace(ending=False)
-    agent._controller, agent._monitor = cast(Controller, controller), cast(ProcessMonitor, monitor)
+    agent._controller, agent._workers = cast(Controller, controller), cast(Workers, monitor)
     agent._reports = cast(Reports, types.SimpleNamespace(emit=said.append))
 
     async def says(world, leads, ending=False):
@@ -153,7 +153,7 @@ def ending():
     agent = Agent.__new__(Agent)
     agent._node, agent._config = local_node(slots=[slot], node=1), Config().model_copy(update={"patience_s": 0.01 / 30})
     agent._reports = cast(Reports, types.SimpleNamespace(say=said.append))
-    agent._monitor = monitor = ProcessMonitor(agent._node, said.append)
+    agent._workers = monitor = Workers(agent._node, said.append)
     monitor.ending = True
     return agent, monitor, slot, said
 

@@ -16,7 +16,6 @@ from deadpool_plugin import events
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process import Agent
-from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.reports import sentence
 from deadpool_plugin.agent.takeovers import CHUNK_STEPS, Rehearsal, TakeOvers
 from deadpool_plugin.agent.workers import Workers
@@ -30,7 +29,7 @@ WORLD = World(1, (0, 1), (2,))
 
 
 def test_what_was_committed_after_the_restore_step_is_not_told_to_newcomers(tmp_path):
-    workers = Workers(local_node(output_dir=tmp_path), stand_in(ProcessMonitor))
+    workers = Workers(local_node(output_dir=tmp_path), lambda slot: None)
     workers.commit(9)
     workers.enter(WORLD, 10)
     assert workers.committed == 9
@@ -54,7 +53,7 @@ def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
     async def scenario():
         slots = [Slot(0), Slot(1)]
         node = local_node(host(stand_in(SnapshotStore)), slots=slots, node=2)
-        takeovers = TakeOvers(node, stand_in(ProcessMonitor), stand_in(Workers), Mirroring(node))
+        takeovers = TakeOvers(node, stand_in(Workers), Mirroring(node))
         begun = []
 
         async def begin(slot, rank, source):
@@ -112,7 +111,7 @@ def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_rea
         fed: list[api.Input] = []
         lost: list[Slot] = []
         agent = Agent.__new__(Agent)
-        agent._monitor = ProcessMonitor(local_node(feed=fed.append, slots=[slot]), lost.append)
+        agent._workers = Workers(local_node(feed=fed.append, slots=[slot]), lost.append)
         try:
             agent._heard(slot, stand_in(LocalPeer), local.OutOfReach("its calls begin later"))
             assert child.wait(10) == -signal.SIGKILL

@@ -15,7 +15,7 @@ from support.hosts import host, local_node
 from support.stand_in import stand_in
 
 from deadpool_plugin.agent.node import Process, Slot
-from deadpool_plugin.agent.process_monitor import ProcessMonitor
+from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.proc import POLL_S, Processes
 from deadpool_plugin.transport.unix import LocalPeer
@@ -71,8 +71,8 @@ def slot_of(standby, worker, rehearses: bool = False, number: int = 0) -> Slot:
     return Slot(number, rank=number, standby_pid=standby.pid, process=process)
 
 
-def monitor_of(tag: str, *slots: Slot) -> ProcessMonitor:
-    return ProcessMonitor(local_node(host(processes=Processes(tag, 10.0)), slots=slots), lambda slot: None)
+def monitor_of(tag: str, *slots: Slot) -> Workers:
+    return Workers(local_node(host(processes=Processes(tag, 10.0)), slots=slots), lambda slot: None)
 
 
 def test_a_rank_and_its_children_stand_still_and_go_on(family):

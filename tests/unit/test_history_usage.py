@@ -12,7 +12,6 @@ from support.stand_in import fake, stand_in
 from deadpool_plugin import events
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
-from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.reports import sentence
 from deadpool_plugin.agent.takeovers import Rehearsal, TakeOvers
 from deadpool_plugin.agent.workers import Workers
@@ -77,7 +76,7 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
             store.history(4).append(step, bytes(10))
         slot.process = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
         node = local_node(host(store), fed.append, [slot], node=3, reports=told, patience_s=1.0)
-        takeovers = TakeOvers(node, stand_in(ProcessMonitor), stand_in(Workers), Mirroring(node))
+        takeovers = TakeOvers(node, stand_in(Workers), Mirroring(node))
         takeovers.rehearsals[0] = rehearsal = Rehearsal(
             slot, slot.process, stand_in(local.RankReady), source=3, history=CallHistory(100)
         )

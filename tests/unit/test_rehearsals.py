@@ -11,7 +11,6 @@ from support.stand_in import StandIn, stand_in
 
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import LocalNode, Process, Slot
-from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.takeovers import Rehearsal, TakeOvers
 from deadpool_plugin.agent.workers import Workers
@@ -27,7 +26,7 @@ PEER = stand_in(LocalPeer)
 
 
 def takeovers_of(node: LocalNode, mirroring: Mirroring | None = None) -> TakeOvers:
-    return TakeOvers(node, stand_in(ProcessMonitor), stand_in(Workers), mirroring or Mirroring(node))
+    return TakeOvers(node, stand_in(Workers), mirroring or Mirroring(node))
 
 
 def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[int, bool]:
@@ -96,7 +95,7 @@ def test_a_newcomer_that_read_other_data_has_failed_as_a_script_has_and_is_not_j
     told: list[Event] = []
     takeovers, rehearsal = following(3, slot)
     monkeypatch.setattr(takeovers._node.reports, "emit", told.append)
-    monkeypatch.setattr(takeovers._monitor, "kill", lambda *arguments: killed.append(arguments))
+    monkeypatch.setattr(takeovers._workers, "kill", lambda *arguments: killed.append(arguments))
     takeovers.failing(slot, local.Failing(6, "other data", differs=True))
     assert killed == [(slot, rehearsal.process, "other data", 1)]
     assert told == [RehearsalFailed(6, "other data")]

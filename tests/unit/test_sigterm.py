@@ -1,4 +1,4 @@
-"""agent/process_monitor.py: who is told to end, who is asked first, and for how long; proc.catches."""
+"""agent/workers.py: who is told to end, who is asked first, and for how long; proc.catches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from support import present
 from support.hosts import local_node
 from support.stand_in import fake, stand_in
 
-from deadpool_plugin.agent import process_monitor
+from deadpool_plugin.agent import workers as workers_module
 from deadpool_plugin.agent.node import Process, Slot
-from deadpool_plugin.agent.process_monitor import ProcessMonitor
+from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.host import proc
 from deadpool_plugin.transport.unix import LocalPeer
@@ -46,8 +46,8 @@ def running():
 
 def course(monkeypatch, slots, tell, seconds):
     """Return what is said and given up when `tell(monitor)` happens, within some seconds."""
-    monkeypatch.setattr(process_monitor, "TERM_GRACE_S", 0.05)
-    monkeypatch.setattr(process_monitor, "SIGTERM_S", 0.2)
+    monkeypatch.setattr(workers_module, "TERM_GRACE_S", 0.05)
+    monkeypatch.setattr(workers_module, "SIGTERM_S", 0.2)
 
     async def play():
         told = []
@@ -57,7 +57,7 @@ def course(monkeypatch, slots, tell, seconds):
             told.append(("given up", event.reason))
 
         reports = fake(emit=lambda note: told.append(("said", note.text)))
-        tell(ProcessMonitor(local_node(feed=given_up, slots=slots, node=3, reports=reports), lambda slot: None))
+        tell(Workers(local_node(feed=given_up, slots=slots, node=3, reports=reports), lambda slot: None))
         at_once = list(told)
         await asyncio.sleep(seconds)
         return at_once, told[len(at_once) :]

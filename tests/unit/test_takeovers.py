@@ -15,7 +15,6 @@ from support.stores import free
 from deadpool_plugin.agent import workers as agent_workers
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
-from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.takeovers import Rehearsal, TakeOvers
 from deadpool_plugin.core import local
 from deadpool_plugin.core.types import Source, SwapPlan, World
@@ -43,7 +42,7 @@ class Peer:
 class Workers(StandIn):
     """`meanwhile`: what happens while it is looked up what has been printed."""
 
-    committed = 9
+    committed, paused = 9, False
 
     def __init__(self, meanwhile) -> None:
         super().__init__(agent_workers.Workers)
@@ -72,10 +71,8 @@ def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
         store.create_own(0, 4096, 0)
         workers = cast(agent_workers.Workers, Workers(lambda: meanwhile(slot, store)))
         mirroring = stand_in(Mirroring)
-        monitor = cast(ProcessMonitor, StandIn(ProcessMonitor))
-        monitor.paused = False
         node = local_node(host(store), slots=[slot])
-        takeovers = TakeOvers(node, monitor, workers, mirroring)
+        takeovers = TakeOvers(node, workers, mirroring)
         takeovers.rehearsals[0] = rehearsal
 
         async def bring(*arguments):
@@ -127,7 +124,7 @@ def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
             await asyncio.sleep(0)
             raise TransportError("refused")
 
-        takeovers = TakeOvers(local_node(host(SnapshotStore())), stand_in(ProcessMonitor), workers, mirroring)
+        takeovers = TakeOvers(local_node(host(SnapshotStore())), workers, mirroring)
         mirroring.bring, takeovers.pull = bring, pull
         process, history = Process(1, 0, rehearses=True), cast(CallHistory, types.SimpleNamespace())
         with pytest.raises(TransportError, match="refused"):
@@ -152,7 +149,7 @@ def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_j
             process.peer = None
 
         mirroring.refill, mirroring.mirror_again = refill, lambda *arguments: mirrored.append(arguments)
-        takeovers = TakeOvers(local_node(host(SnapshotStore())), stand_in(ProcessMonitor), workers, mirroring)
+        takeovers = TakeOvers(local_node(host(SnapshotStore())), workers, mirroring)
         await takeovers._refill(PLAN, slot, Source(0, 2, 2, 0))
         return mirrored
 

@@ -1,4 +1,4 @@
-"""agent/process_monitor.py: which processes are asked to leave what they are in, and the end of those that do not."""
+"""agent/workers.py: which processes are asked to leave what they are in, and the end of those that do not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.hosts import local_node
 from support.stand_in import stand_in
 
 from deadpool_plugin.agent.node import Process, Slot
-from deadpool_plugin.agent.process_monitor import ProcessMonitor
+from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.transport.unix import LocalPeer
 
 PEER = stand_in(LocalPeer)
@@ -21,7 +21,7 @@ def serving(rank: int, in_training: bool = False, took_over: bool = False) -> Sl
     return Slot(rank, rank=rank, process=process)
 
 
-class Monitor(ProcessMonitor):
+class Monitor(Workers):
     """`killed`: the ranks whose processes it was to kill; `reason`: the last one's."""
 
     def __init__(self, *slots: Slot, patience_s: float) -> None:

@@ -11,11 +11,9 @@ from typing import cast
 import pytest
 from support import present
 from support.hosts import host, local_node
-from support.stand_in import stand_in
 
 from deadpool_plugin.agent import workers as workers_module
 from deadpool_plugin.agent.node import Process, Slot
-from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import local
 from deadpool_plugin.host import output as output_module
@@ -26,7 +24,7 @@ from deadpool_plugin.transport.unix import LocalPeer
 
 def workers_of(on: Machine, output_dir: Path, *slots: Slot) -> Workers:
     """Make those of node 2."""
-    return Workers(local_node(on, slots=slots, node=2, output_dir=output_dir), stand_in(ProcessMonitor))
+    return Workers(local_node(on, slots=slots, node=2, output_dir=output_dir), lambda slot: None)
 
 
 def threaded(writer: Writer) -> Machine:

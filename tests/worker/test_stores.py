@@ -58,8 +58,8 @@ def told(slot: Slot) -> list[local.LocalMessage]:
 
 def test_whoever_hosts_it_is_told_also_one_that_stands_by():
     slots = [slot_with(0, False, "a:1"), slot_with(1, True, "a:2", "a:3"), slot_with(2, True, "a:4"), Slot(3)]
-    Workers.replace_store(fake(_node=fake(slots=slots)), "a:3")
+    Workers.replace_store(fake(_slots=slots), "a:3")
     assert [told(slot) for slot in slots[:3]] == [[], [local.HostStore()], []]
     present(slots[1].process).ended = True
-    Workers.replace_store(fake(_node=fake(slots=slots)), "a:2")
+    Workers.replace_store(fake(_slots=slots), "a:2")
     assert told(slots[1]) == [local.HostStore()]

@@ -11,75 +11,74 @@ import sys
 
 import pytest
 from support.hosts import local_node
+from support.stand_in import stand_in
 
 from deadpool_plugin.agent.node import Process, Slot
-from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.proc import Processes
+from deadpool_plugin.transport.unix import LocalPeer
 
 
 @pytest.fixture
 def heard():
-    """(monitor, slot, what was heard in its order): rank 3 runs in the only slot."""
+    """(workers, slot, what was heard in its order): rank 3 runs in the only slot."""
     order: list[api.Input | Slot] = []
     slot = Slot(0, rank=3, standby_pid=os.getpid())
-    monitor = ProcessMonitor(local_node(feed=order.append, slots=[slot], node=1), order.append)
+    workers = Workers(local_node(feed=order.append, slots=[slot], node=1), order.append)
     slot.process = Process(order=1, rank=3, rehearses=False, in_training=True)
-    return monitor, slot, order
+    return workers, slot, order
 
 
 @pytest.mark.parametrize(("exit_code", "said"), [(-9, api.WorkerLost), (3, api.WorkerFailed), (0, api.WorkerFailed)])
 def test_a_replacement_is_begun_before_the_controller_decides(heard, exit_code, said):
     """A node that is alone decides in the same step: what it orders must be the last word."""
-    monitor, slot, order = heard
-    monitor.ended(slot, slot.process, exit_code)
-    monitor.ended(slot, slot.process, exit_code)
+    workers, slot, order = heard
+    workers.ended(slot, slot.process, exit_code)
+    workers.ended(slot, slot.process, exit_code)
     assert order[0] is slot and [type(one) for one in order[1:]] == [said]
 
 
 @pytest.mark.parametrize(("pid", "killed"), [(0, []), (4242, [4242])])
 def test_a_process_that_has_not_said_hello_yet_is_ended_by_the_next_order(heard, monkeypatch, pid, killed):
-    monitor, slot, order = heard
+    workers, slot, order = heard
     ended: list[int] = []
-    monkeypatch.setattr(monitor._processes, "kill", ended.append)
+    monkeypatch.setattr(workers._processes, "kill", ended.append)
     process = Process(order=2, rank=3, rehearses=False)
     slot.process, process.pid = process, pid or process.pid
-    monitor.kill(slot, process, "of no use any more")
+    workers.kill(slot, process, "of no use any more")
     assert ended == killed and api.WorkerLost(3, "of no use any more") in order
 
 
 def test_the_last_words_of_a_process_are_heard_before_it_is_said_why_it_ended(heard):
     """Its end may be known from /proc while what it said is unread."""
-    monitor, slot, order = heard
+    workers, slot, order = heard
 
     class Unread:
         def read_rest(self):
             slot.process.failing = "ValueError: no such token"
 
     slot.process.peer = Unread()
-    monitor.ended(slot, slot.process, 1)
+    workers.ended(slot, slot.process, 1)
     assert order == [slot, api.WorkerFailed(3, 1, "ValueError: no such token")]
 
 
 def test_all_its_stores_die_with_a_process(heard):
     """An inherited plan may name one that was offered before the newest."""
-    monitor, slot, order = heard
-    workers = Workers(monitor._node, monitor)
+    workers, slot, order = heard
     workers.store_offer(slot, local.StoreOffer("host:1"))
     workers.store_offer(slot, local.StoreOffer("host:2"))
-    monitor.ended(slot, slot.process, -9)
+    workers.ended(slot, slot.process, -9)
     lost = [api.StoreLost("host:1"), api.StoreLost("host:2")]
     assert order[:4] == [api.StoreOffered("host:1"), api.StoreOffered("host:2"), *lost]
-    monitor.forget(slot.process)
+    workers.forget(slot.process)
     assert [one for one in order if isinstance(one, api.StoreLost)] == lost
 
 
 def test_a_process_that_only_rehearses_its_rank_says_so_with_its_store(heard):
-    monitor, slot, order = heard
+    workers, slot, order = heard
     slot.process = Process(order=2, rank=3, rehearses=True)
-    workers = Workers(monitor._node, monitor)
     workers.store_offer(slot, local.StoreOffer("host:3"))
     slot.process.took_over = True
     workers.store_offer(slot, local.StoreOffer("host:4"))
@@ -98,22 +97,22 @@ LAUNCHED = "ended where it was launched (Ctrl-C, a closed terminal or a signal; 
     ],
 )
 def test_what_a_supervisor_was_told_to_end_by(heard, number, said):
-    monitor, slot, order = heard
-    monitor.leaving(local.Leaving(number))
+    workers, slot, order = heard
+    workers.leaving(local.Leaving(number))
     assert order == [said]
 
 
 def test_a_standby_process_that_is_stopped_is_the_nodes_end(heard):
     """Whatever is ordered then comes to nothing, and nobody would say so."""
-    monitor, slot, order = heard
+    workers, slot, order = heard
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     slot.standby_pid = child.pid
     child.send_signal(signal.SIGSTOP)
 
     async def until_said():
-        monitor._processes = watch = Processes("tag.", silent_after_s=0.0)
+        workers._processes = watch = Processes("tag.", silent_after_s=0.0)
         watch.start()
-        monitor.watch_standby(slot)
+        workers.supervisor(stand_in(LocalPeer), local.SupervisorHello(0, child.pid), [0])
         while not order:
             await asyncio.sleep(0.01)
         watch.close()
@@ -127,28 +126,28 @@ def test_a_standby_process_that_is_stopped_is_the_nodes_end(heard):
 
 
 def test_a_process_that_is_stopped_after_the_training_does_not_hold_its_host_for_ever(heard):
-    monitor, slot, order = heard
+    workers, slot, order = heard
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     slot.process.pid = child.pid
     child.send_signal(signal.SIGSTOP)
-    monitor.end(0)
+    workers.end(0)
     try:
-        monitor._stopped(slot, slot.process, 10.0)
+        workers._stopped(slot, slot.process, 10.0)
         assert child.wait(30) == -signal.SIGKILL
     finally:
         child.kill()
         child.wait()
-    monitor.ended(slot, slot.process, -9)
-    assert monitor.late_exit_code == 137 and order == [], "the script may have had work to do"
+    workers.ended(slot, slot.process, -9)
+    assert workers.late_exit_code == 137 and order == [], "the script may have had work to do"
 
 
 def test_the_end_of_what_rehearsed_another_rank_is_no_loss_of_the_slots_new_one(heard):
-    monitor, slot, order = heard
+    workers, slot, order = heard
     slot.process = Process(order=2, rank=5, rehearses=True)
-    monitor.ended(slot, slot.process, -9)
+    workers.ended(slot, slot.process, -9)
     assert order == []
     slot.rank, slot.process = -1, Process(order=3, rank=5, rehearses=True)
-    monitor.ended(slot, slot.process, -9)
+    workers.ended(slot, slot.process, -9)
     assert order == [api.SpareFailed(0, 5, order[0].reason)]
 
 
