@@ -9,8 +9,7 @@ anyway, and a loop that hands its batches to `engine(batch)` reads them outside 
 
 - a training call reads from a loader it was not given: a closure, a global, a function under `@deadpool_plugin.step`
   (with a torch DataLoader that is refused at the first step, with other iterables it cannot be seen);
-- a loader that is read again from its beginning would give other data, but can be told where to go on;
-- reading again takes too long, and the loader can be told where to go on.
+- a loader can be told where to go on, and reading it again would give other data, or take too long.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Source = TypeVar("Source", bound=Iterable[object])
 
 
 def resumable(source: Source) -> Source:
-    """`source` with a position that survives swaps; `source` itself where the plugin is not active.
+    """Return `source` with a position that survives swaps; `source` itself where the plugin is not active.
 
     Each pass (`iter(...)`, a `for` loop) is one over `source`. Batches and random numbers are those it would give
     without the plugin. Call it once for each loader, before training, and around the outermost iterable
@@ -41,16 +40,12 @@ def resumable(source: Source) -> Source:
         those of Megatron-core's data sets that surely draw nothing is spared that. The iterable must give the same
         items each time the script is run.
 
-    Args:
-        source: an iterable.
-
     Raises:
-        deadpool_plugin.errors.Unsupported: for what is none; two passes at a time; more than 64 loaders; in the first
-        step, if its `state_dict` is not plain data.
+        deadpool_plugin.errors.Unsupported: for what is no iterable; two passes at a time; more than 64 loaders; in the
+        first step, if its `state_dict` is not plain data.
 
     Thread: the script's main thread reads from it.
     """
     module = sys.modules.get("deadpool_plugin.worker.resumable")
-    installed = None if module is None else module.Tapes.installed
-    wrapped: Source = source if installed is None else installed.wrap(source)
-    return wrapped
+    tapes = module and module.Tapes.installed
+    return source if tapes is None else tapes.wrap(source)

@@ -34,7 +34,7 @@ LOST_REMEDY = "before naming it the latest checkpoint, ask exception() of the fu
 
 
 class WritingStopped(BaseException):
-    """Raised in a thread that writes a cancelled checkpoint."""
+    """Interruption of a thread that writes a cancelled checkpoint."""
 
 
 def install(saves: Saves) -> None:

@@ -39,7 +39,7 @@ class Item(NamedTuple):
 
 
 class RewindIterator:
-    """Stands in for the user's iterator; keeps the items since `forget_before`, by position.
+    """Stand-in of the user's iterator, which keeps the items since `forget_before`, by position.
 
     `position` counts the items handed out since this object exists.
     """
@@ -132,7 +132,7 @@ class RewindIterator:
 
 
 class RewoundByItself:
-    """Marks iterators that may be given to a call as they are."""
+    """Iterators that may be given to a call as they are."""
 
 
 @contextlib.contextmanager

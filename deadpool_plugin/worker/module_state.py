@@ -11,6 +11,7 @@ none. What torch and the framework keep on a module is theirs.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -39,9 +40,8 @@ class _Place:
 
     def now(self) -> torch.Tensor | None:
         """Return None if it is gone, or its owners share it no more."""
-        first, *others = self.owners
-        now = first[0].get(first[1])
-        return now if not others or all(owner.get(name) is now for owner, name in others) else None
+        now, *others = (owner.get(name) for owner, name in self.owners)
+        return now if all(other is now for other in others) else None
 
     def put(self, buffer: torch.Tensor) -> None:
         self.stays = buffer
@@ -96,14 +96,12 @@ class Buffers:
             place.mark = None if now is None or now.is_inference() else (now, now._version)
 
     def entry(self) -> dict[int, torch.Tensor]:
-        """Copy what the script has written since, by the place's number, as far as torch counts it (not through
-        `.data`)."""
+        """Copy what the script has written since, by the place's number, unless it went through `.data`."""
         found = {}
         for number, place in enumerate(self._places):
             now, mark = place.now(), place.mark
-            if now is None or now.is_inference() or (mark and mark[0] is now and mark[1] == now._version):
-                continue
-            found[number] = now.detach().clone()
+            if now is not None and not now.is_inference() and not (mark and mark[0] is now and mark[1] == now._version):
+                found[number] = now.detach().clone()
         return found
 
     @torch.inference_mode(False)
@@ -154,8 +152,9 @@ class _Noted:
 
     def __init__(self, module: torch.nn.Module, is_theirs: Callable[[str], bool]) -> None:
         self.attributes, self._buffers, self._is_theirs = vars(module), module._buffers, is_theirs
-        self.first = {name: value for name, value in self._own() if _is_plain(value)}
-        self._objects, self._held = self._others(self.first), dict(self._own())  # which nothing else can have the id of
+        self._held = dict(self._own())  # so that nothing else can have the id of one
+        self.first = {name: value for name, value in self._held.items() if _is_plain(value)}
+        self._objects = self._others(self.first)
         self.is_left_alone = False
         self.look = operator.itemgetter("_modules", "_buffers", *self.first)
         self.looked, self.size = self.look(self.attributes), len(self.attributes)
@@ -167,12 +166,11 @@ class _Noted:
 
     def _others(self, values: Scalars) -> dict[str, tuple[int, int]]:
         """Identify all else that it keeps, and how much is in it."""
-        others = {
-            name: (id(value), len(value) if isinstance(value, (dict, list, set)) else 0)
-            for name, value in self._own()
-            if name not in values
-        }
-        return {"_buffers": (0, sum(buffer is None for buffer in self._buffers.values())), **others}
+        others = {"_buffers": (0, sum(buffer is None for buffer in self._buffers.values()))}
+        for name, value in self._own():
+            if name not in values:
+                others[name] = (id(value), len(value) if isinstance(value, (dict, list, set)) else 0)
+        return others
 
     def changed(self) -> Scalars:
         """Return its values that are not what they were, and those it had none of."""
@@ -185,7 +183,8 @@ class _Noted:
             is_number = name in self.first and isinstance(value, torch.Tensor) and value.numel() == 1
             if _is_plain(value) or is_number:
                 values[name] = value
-                if not (name in self.first and type(value) is type(self.first[name]) and value == self.first[name]):
+                first = self.first.get(name, self)
+                if type(value) is not type(first) or value != first:
                     found[name] = value.detach().clone() if is_number else value
         if not found and self.first.keys() <= values.keys():
             self.size = len(self.attributes)  # what came is theirs
@@ -209,14 +208,13 @@ class Values:
 
     def changed(self) -> ByModule:
         """Return the same object as long as nothing changes: many calls keep it."""
-        try:
-            suspects: Iterable[int] = [
+        suspects: Iterable[int] = range(len(self._noted))
+        with contextlib.suppress(KeyError, RuntimeError, ValueError):  # one is gone, or is an array now
+            suspects = [
                 number
                 for number, one in enumerate(self._noted)
                 if not one.is_left_alone and (len(one.attributes) != one.size or one.look(one.attributes) != one.looked)
             ]
-        except (KeyError, RuntimeError, ValueError):  # one is gone, or is an array now
-            suspects = range(len(self._noted))
         found = {number: values for number in suspects if (values := self._noted[number].changed())}
         if found != self._newest:
             self._newest = found
@@ -228,12 +226,12 @@ class Values:
             self._noted[number].load(values.get(number, {}))
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, PLAIN) and not isinstance(value, enum.Enum)
-
-
 def is_plain(value: Any) -> bool:
     """Return whether `value` is a plain one, or a dictionary of nothing else."""
     if isinstance(value, dict):
         return all(_is_plain(one) for item in value.items() for one in item)
     return _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) and not isinstance(value, enum.Enum)
