@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import CheckpointLost, GenerationChanged, Unsupported
-from .functions import CallKind
 from .patching import replace
 from .saving import Flight, FolderSave, SaveCall, Saves, own_flight
 
@@ -58,15 +57,18 @@ class Save(FolderSave):
     name = "torch.distributed.checkpoint.save"
     folder_argument = "checkpoint_id"
 
-    def __init__(self, saves: Saves, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        arguments = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
-        arguments["state_dict"] = {  # now, not when it is done again: they may have moved on
+    def __init__(
+        self, saves: Saves, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        given["state_dict"] = {  # now, not when it is done again: they may have moved on
             name: item.state_dict() if isinstance(item, Stateful) else item
-            for name, item in arguments["state_dict"].items()
+            for name, item in given["state_dict"].items()
         }
-        path = arguments.get("checkpoint_id") or getattr(arguments.get("storage_writer"), "path", None)
-        rank = dist.get_rank(arguments.get("process_group")) if dist.is_initialized() else 0
-        super().__init__(saves, original, arguments, "" if path is None else str(path), rank)
+        super().__init__(saves, function, (), given)
+        path = given.get("checkpoint_id") or getattr(given.get("storage_writer"), "path", None)
+        self.path = "" if path is None else str(path)
+        self.rank = dist.get_rank(given.get("process_group")) if dist.is_initialized() else 0
 
     def __call__(self) -> Any:
         began = time.monotonic()
@@ -79,16 +81,16 @@ class Save(FolderSave):
 class AsyncSave(Save):
     name = "torch.distributed.checkpoint.async_save"
 
-    def __init__(self, saves: Saves, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        super().__init__(saves, original, args, kwargs)
-        kind = self._arguments.get("async_checkpointer_type")
+    def __init__(self, saves: Saves, *given: Any) -> None:
+        super().__init__(saves, *given)
+        kind = self.kwargs.get("async_checkpointer_type")
         if kind is not None and kind.name != "THREAD":
             raise Unsupported(
                 f"async_save with async_checkpointer_type={kind.name}, whose processes have groups of their own",
                 "AsyncCheckpointerType.THREAD",
                 "leave the argument out",
             )
-        if self._arguments.get("async_stager") is not None:
+        if self.kwargs.get("async_stager") is not None:
             raise Unsupported("async_save with an async_stager", "torch's default staging", "leave the argument out")
         self.future = SaveFuture(saves)
 
@@ -240,10 +242,10 @@ class SaveFuture(Future[Any]):
     def _ask(self, answer: Callable[[], Any]) -> Any:
         if self._saves.foreign():
             return answer()
-        return self._saves.do(Question("asking for a saved checkpoint", CallKind.SAVE, answer))
+        return self._saves.do(Question(self._saves, answer, (), {}))
 
 
 class Question(SaveCall):
     """A script's question to a SaveFuture."""
 
-    gated = False
+    name, gated = "asking for a saved checkpoint", False

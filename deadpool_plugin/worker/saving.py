@@ -48,11 +48,25 @@ _AT_REST = {b"T", b"t", b"Z", b"X"}
 
 
 class SaveCall(Call):
-    """One call that saves; calling it does it (again)."""
+    """A call of a function that saves, which is given its arguments as they were at the first time.
 
-    name, kind = "save", CallKind.SAVE
-    gated = True
-    """It begins to write, so it waits until the step it would save is committed."""
+    `gated`: it begins to write, so it waits until the step it would save is committed.
+    """
+
+    name, kind, gated = "", CallKind.SAVE, True
+
+    def __init__(
+        self, saves: Saves, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        given = structure(dict(inspect.signature(function).bind(*args, **kwargs).arguments))
+        super().__init__(self.name or function.__qualname__, CallKind.SAVE, function, (), given)
+        self._saves = saves
+
+    def __call__(self) -> Any:
+        return self.write()
+
+    def write(self) -> Any:
+        return self.function(**structure(self.kwargs))
 
     def failed(self, error: BaseException) -> Any:
         return codec.encode_error(error)  # the script may go on; a redo does it again all the same
@@ -223,32 +237,25 @@ class Saves:
 
 
 class FolderSave(SaveCall):
-    """A save of all ranks to one folder, by a function that is given its arguments as they were at the first time.
+    """A save of all ranks to one folder.
 
-    Args: path: the folder, "" if unknown; rank: by which its files are named.
+    `path`: the folder, "" if unknown; `rank`: by which its files are named. Both set by subclasses.
     """
 
     folder_argument: str
-
-    def __init__(
-        self, saves: Saves, original: Callable[..., Any], arguments: dict[str, Any], path: str, rank: int
-    ) -> None:
-        self._saves, self._original, self._arguments = saves, original, structure(arguments)
-        self.path, self.rank = path, rank
-        self._overwrites: bool | None = None
-
-    def write(self) -> Any:
-        return self._original(**structure(self._arguments))
+    path: str
+    rank: int
+    _overwrites: bool | None = None
 
     def outcome(self, value: Any) -> None:
         return None
 
     def begin_attempt(self) -> bool:
         """Agree with all ranks on one folder. Returns: whether an older checkpoint there is overwritten."""
-        if self.path and not self._arguments.get("no_dist"):
-            agreed = self._saves.folders.one_folder(self.path, self._arguments.get("process_group"))
+        if self.path and not self.kwargs.get("no_dist"):
+            agreed = self._saves.folders.one_folder(self.path, self.kwargs.get("process_group"))
             if agreed != self.path:
-                self._arguments[self.folder_argument] = self.path = agreed
+                self.kwargs[self.folder_argument] = self.path = agreed
                 self._overwrites = None
         if self._overwrites is None:
             self._overwrites = self.is_complete()

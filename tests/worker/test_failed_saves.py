@@ -30,6 +30,8 @@ def save(rank, function):
 class Save(saving.SaveCall):
     """Gives or raises what comes next."""
 
+    name = "save"
+
     def __init__(self, *ends):
         self._ends = iter(ends)
 

@@ -131,8 +131,8 @@ class DistCheckpointSave(FolderSave):
     folder_argument = "checkpoint_dir"
 
     def __init__(self, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        arguments = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
-        super().__init__(saves, original, arguments, str(arguments["checkpoint_dir"]), int(os.environ["RANK"]))
+        super().__init__(saves, original, args, kwargs)
+        self.path, self.rank = str(self.kwargs["checkpoint_dir"]), int(os.environ["RANK"])
         self._is_redone = False
         self._request: Any = None
 
@@ -140,7 +140,7 @@ class DistCheckpointSave(FolderSave):
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
         began = time.monotonic()
-        _forget_plans(self._arguments.get("sharded_strategy"), self._saves.generation)
+        _forget_plans(self.kwargs.get("sharded_strategy"), self._saves.generation)
         overwrites = self.begin_attempt()
         if self._is_redone:
             os.makedirs(self.path, exist_ok=True)  # the script made it, and a cancelled flight removed it
@@ -165,7 +165,7 @@ class DistCheckpointSave(FolderSave):
         return self._request
 
     def skipped(self, outcome: Any) -> Any:
-        if not self._arguments.get("async_sharded_save"):
+        if not self.kwargs.get("async_sharded_save"):
             return None
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
