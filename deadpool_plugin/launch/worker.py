@@ -52,7 +52,7 @@ def become(config: Config, local_rank: int, script: list[str], order: local.RunR
     context.on_built = lambda: tell_modules(tell, context.adapter.beforehand())
 
     def failed(reason: str) -> None:
-        connection.send(local.Failing(order.rank, reason, context.reads.difference is not None))
+        connection.send(local.Failing(order.rank, reason, context.difference is not None))
 
     leave(run_script(script, context, failed))
 

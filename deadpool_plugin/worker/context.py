@@ -17,13 +17,12 @@ from ..comm.groups import Groups
 from ..comm.handle import Handle
 from ..comm.store import host_store
 from ..core import local
-from ..errors import Unsupported, present
+from ..errors import Divergence, Unsupported, present
 from . import saving
 from .adapter import Adapter
 from .calls import WholeStep
 from .functions import RUNS_MODEL, Call
 from .link import AgentLink, give_up
-from .proof import Reads
 from .resumable import Tapes
 
 STORES_KEPT = 3
@@ -57,7 +56,9 @@ class Context:
         self.link, self.groups, self._adapters = link, groups, adapters
         self._adapter: Adapter | None = None
         self.saves = saving.Saves(link, groups, lambda call: self.mode.call(call))
-        self.tapes, self.reads = Tapes(), Reads()
+        self.tapes = Tapes()
+        self.difference: Divergence | None = None
+        """That this process, which follows a rank, has been seen to read other data."""
         self._offers_stores = local_rank == 0
         self._stores: list[Any] = []
         self._exit_code: int | None = None
@@ -68,7 +69,7 @@ class Context:
         self.groups.runtime = Context.installed = self
         patches.install(self.groups)
         saving.install(self.saves)
-        self.tapes.install(lambda: self.mode.inside, self.reads.note)
+        self.tapes.install(lambda: self.mode.inside)
         original = dist.init_process_group
 
         def init_process_group(*args: Any, **kwargs: Any) -> None:  # no wraps: by its signature DeepSpeed gives more

@@ -69,7 +69,7 @@ class Follow:
                 return self._context.mode.call(call)
             _, value, pulls, read = record
             place = self._step + 1, call.name
-            self._compare(self._context.reads.take(), read, *place)
+            self._compare(self._context.tapes.take_digest(), read, *place)
             if call.kind is CallKind.SAVE:
                 self._draw_alike()
                 if error := codec.decode_error(value):
@@ -122,17 +122,26 @@ class Follow:
             raise Divergence(f"{error.found}, after it missed {gone}, deleted since", error.expected, _KEEP) from error
 
     def _compare(self, mine: int, recorded: int, step: int, name: str) -> None:
-        if mine != recorded and self._guessed:
+        if mine == recorded:
+            return
+        if self._guessed:
             read = f"the process that follows rank {self._rank} read other data for {name} of step {step}"
             raise Divergence(f"{read}, after {self._guessed}", "the batches the rank itself read", _INSTEAD)
-        self._context.reads.compare(mine, recorded, self._rank, step, name)
+        read = f"the process that follows rank {self._rank} read other data than the rank itself"
+        self._context.difference = Divergence(
+            f"{read} for {name} of step {step} (digest {mine:08x})",
+            f"the same batches, digest {recorded:08x}",
+            "seed torch, numpy and random; a data set must give every process the same items: none that depend on the "
+            "clock, os.urandom, the host or the order in which a directory is listed",
+        )
+        raise self._context.difference
 
     # ---- records
 
     def _next_record(self, name: str) -> Any:
         """The record of the call `name` the script is making now; None once this process has taken over."""
-        if self._context.reads.difference is not None:  # which the script has caught
-            raise self._context.reads.difference
+        if self._context.difference is not None:  # which the script has caught
+            raise self._context.difference
         if self._layout is None:
             self._rehearsed()
         elif not self._guessed and (place := self._context.adapter.guessed()):

@@ -70,7 +70,7 @@ class Live:
         if "data_iterator" in call.kwargs:
             call.kwargs["data_iterator"], found = self._log.iterators.wrap(call.kwargs["data_iterator"])
         logged = LoggedCall(call, self._log.step, self._entry(), self._places(found))
-        read = self._context.reads.take()
+        read = self._context.tapes.take_digest()
         self._updated = False
         try:
             value = self._run(logged)

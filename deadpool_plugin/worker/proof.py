@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ import msgspec
 import numpy as np
 import torch
 import xxhash
-
-from ..errors import Divergence
 
 WHOLE_BYTES_MAX = 256 << 10
 """Arrays above are digested by as much of them, in `_BLOCKS` blocks: some 20 microseconds, whatever their size."""
@@ -108,36 +105,3 @@ def _feed_bytes(state: Any, data: np.ndarray[Any, Any]) -> None:
     apart = (data.nbytes - _BLOCK_BYTES) // (_BLOCKS - 1)
     for number in range(_BLOCKS):
         state.update(data[number * apart : number * apart + _BLOCK_BYTES])
-
-
-class Reads:
-    """Batches that the script itself reads between calls, in whatever mode its process is.
-
-    `difference`: that this process, which follows a rank, has been seen to read other data.
-    """
-
-    def __init__(self) -> None:
-        self._digests: deque[int] = deque(maxlen=ITEMS_MAX)
-        self.difference: Divergence | None = None
-
-    def note(self, batch: Any) -> None:
-        self._digests.append(digest(batch))
-
-    def take(self) -> int:
-        """Return the digest of what was read since the last call."""
-        taken = combined(list(self._digests))
-        self._digests.clear()
-        return taken
-
-    def compare(self, mine: int, recorded: int, rank: int, step: int, name: str) -> None:
-        """Raises: Divergence if this process reads other data than `rank` did."""
-        if mine == recorded:
-            return
-        self.difference = Divergence(
-            f"the process that follows rank {rank} read other data than the rank itself for {name} of step {step} "
-            f"(digest {mine:08x})",
-            f"the same batches, digest {recorded:08x}",
-            "seed torch, numpy and random; a data set must give every process the same items: none that depend on the "
-            "clock, os.urandom, the host or the order in which a directory is listed",
-        )
-        raise self.difference

@@ -11,6 +11,7 @@ rank's own had at the restore step, where sources tell their state; others are r
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -237,6 +238,19 @@ class Tapes(list[Tape]):
 
     installed: ClassVar[Tapes | None] = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._digests: deque[int] = deque(maxlen=proof.ITEMS_MAX)
+        """Of batches that the script itself has read from other loaders since the last call."""
+
+    def note(self, batch: Any) -> None:
+        self._digests.append(proof.digest(batch))
+
+    def take_digest(self) -> int:
+        digest = proof.combined(list(self._digests))
+        self._digests.clear()
+        return digest
+
     def wrap(self, source: Any) -> Resumable:
         """Raises: Unsupported for what cannot be read from, or for too many."""
         if isinstance(source, Resumable):
@@ -264,11 +278,8 @@ class Tapes(list[Tape]):
         for tape, state in zip(self, states, strict=True):
             tape.load(state)
 
-    def install(self, inside: Callable[[], bool], note: Callable[[Any], None] = lambda batch: None) -> None:
-        """Let scripts find us from now on, and refuse what a call reads past us.
-
-        Args: inside: whether one is under way; note: told the batches that the script reads from a DataLoader itself.
-        """
+    def install(self, inside: Callable[[], bool]) -> None:
+        """Let scripts find us from now on, and refuse what a call reads past us. `inside`: whether one is under way."""
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
         def following(original: Callable[[Any], Any], iterator: Any) -> Any:
@@ -281,7 +292,7 @@ class Tapes(list[Tape]):
                 )
             batch = original(iterator)
             if is_script:
-                note(batch)
+                self.note(batch)
             return batch
 
         Tapes.installed = self

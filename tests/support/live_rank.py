@@ -10,7 +10,7 @@ import torch
 from deadpool_plugin.comm.generations import Generations
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.worker.live import Live
-from deadpool_plugin.worker.proof import Reads
+from deadpool_plugin.worker.resumable import Tapes
 from deadpool_plugin.worker.staging import Layout
 
 from .stand_in import fake
@@ -41,7 +41,7 @@ class Rank(Live):
         )
         self.groups = fake(generations=self.generations, generation=0)
         saves = fake(step=0, under_way=contextlib.nullcontext)
-        context = fake(link=link, adapter=adapter, groups=self.groups, tapes=[], reads=Reads(), saves=saves)
+        context = fake(link=link, adapter=adapter, groups=self.groups, tapes=Tapes(), saves=saves)
         layout = Layout([self.weights])
         super().__init__(context, 3, layout, SlotPair.create(3, 4096, layout.payload_bytes), step)
         self._restored = step

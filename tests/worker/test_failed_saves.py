@@ -19,7 +19,7 @@ from deadpool_plugin.errors import GenerationChanged
 from deadpool_plugin.worker import codec, follow, saving
 from deadpool_plugin.worker.follow import Follow
 from deadpool_plugin.worker.functions import Call, CallKind
-from deadpool_plugin.worker.proof import Reads
+from deadpool_plugin.worker.resumable import Tapes
 from deadpool_plugin.worker.starting import Starting
 
 
@@ -44,7 +44,7 @@ class Save(saving.SaveCall):
 
 def follower(rank: Rank) -> Follow:
     """One that has the records of `rank` since its last step."""
-    context = fake(tapes=[], reads=Reads(), adapter=rank._adapter, link=rank._link, groups=rank.groups)
+    context = fake(tapes=Tapes(), difference=None, adapter=rank._adapter, link=rank._link, groups=rank.groups)
     one = Follow(context, 3, "", fake())
     one._layout = fake()
     one._segments.append(rank._log.records(rank._log.step))
@@ -204,7 +204,7 @@ def see(*args, **kwargs):
 
 @pytest.mark.parametrize("moment", ["the first forward", "the first forward of a rehearsal", "taking over"])
 def test_what_is_made_while_the_script_evaluates_can_be_trained(monkeypatch, moment):
-    context = fake(reads=Reads(), adapter=fake(attach=see), groups=fake(finish_rehearsal=list))
+    context = fake(tapes=Tapes(), difference=None, adapter=fake(attach=see), groups=fake(finish_rehearsal=list))
     monkeypatch.setattr(follow, "SlotPair", fake(attach=see))
     following = Follow(context, 3, "", fake())
     with torch.inference_mode(), pytest.raises(Seen) as seen:

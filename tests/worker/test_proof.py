@@ -17,7 +17,8 @@ from deadpool_plugin.worker.calls import CallLog, LoggedCall
 from deadpool_plugin.worker.follow import Follow
 from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.iterators import RewindIterator
-from deadpool_plugin.worker.proof import WHOLE_BYTES_MAX, Reads, digest
+from deadpool_plugin.worker.proof import WHOLE_BYTES_MAX, digest
+from deadpool_plugin.worker.resumable import Tapes
 
 LARGE = torch.arange(WHOLE_BYTES_MAX, dtype=torch.int32)
 
@@ -130,7 +131,7 @@ def test_a_data_set_that_changed_later_on_is_found_out(known, workers):
 
 def follower_of(log, reads, **more):
     adapter = fake(guessed=lambda: "")
-    context = fake(**{**dict(tapes=[], reads=reads, link=None, mode=None, adapter=adapter), **more})
+    context = fake(**{**dict(tapes=reads, difference=None, link=None, mode=None, adapter=adapter), **more})
     one = Follow(context, 3, "", fake())
     one._layout = fake()
     one._segments.append(log.records(0))
@@ -138,10 +139,10 @@ def follower_of(log, reads, **more):
 
 
 def test_a_script_that_reads_its_batches_itself_is_compared_at_its_next_call():
-    log, ours, reads = CallLog(), Reads(), Reads()
+    log, ours, reads = CallLog(), Tapes(), Tapes()
     for number in range(2):
         ours.note([number, os.urandom(0)])
-        log.add(LoggedCall(Call("engine.forward", CallKind.FORWARD, int), 0, nothing), 0.5, ours.take())
+        log.add(LoggedCall(Call("engine.forward", CallKind.FORWARD, int), 0, nothing), 0.5, ours.take_digest())
     follower = follower_of(log, reads)
     reads.note([0, b""])
     assert follower.call(Call("engine.forward", CallKind.FORWARD, int)) == 0.5
@@ -155,10 +156,10 @@ def test_a_script_that_reads_its_batches_itself_is_compared_at_its_next_call():
 
 @pytest.mark.parametrize("decides", ["which call is next", "which batch is read"])
 def test_a_number_that_followers_are_not_told_is_said_once_and_again_where_it_decided_something(decides):
-    log, ours, reads, said = CallLog(), Reads(), Reads(), []
+    log, ours, reads, said = CallLog(), Tapes(), Tapes(), []
     for number in range(2):
         ours.note(number)
-        log.add(LoggedCall(Call("engine.forward", CallKind.FORWARD, int), 0, nothing), 0.5, ours.take())
+        log.add(LoggedCall(Call("engine.forward", CallKind.FORWARD, int), 0, nothing), 0.5, ours.take_digest())
     adapter = fake(guessed=lambda: "train.py:57")
     link = fake(event=lambda kind, text: said.append(text))
     follower = follower_of(log, reads, adapter=adapter, link=link)
