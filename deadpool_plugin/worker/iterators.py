@@ -25,7 +25,7 @@ from .copies import COPIED_BYTES_MAX, Kept
 POINTER = "wrap what it reads from: deadpool_plugin.data.resumable(...)"
 WRAPPERS: dict[type, tuple[str, str]] = {}
 """Iterators of exactly these types hand out what the one in their first attribute gives, and need not be asked
-themselves. While the second attribute ("": none) is true they repeat what they have given, and are not moved."""
+themselves. While the second attribute is true they repeat what they have given, and are not moved."""
 DRAWS_NOTHING: list[Callable[[Any], bool]] = []
 """Each tells whether reading an item of a data set surely draws no random numbers but from the item's index."""
 
@@ -200,7 +200,7 @@ def skip(
     reader: Any = iterator
     while type(reader) in WRAPPERS:
         attribute, repeats = WRAPPERS[type(reader)]
-        if repeats and getattr(reader, repeats):
+        if getattr(reader, repeats):
             return None
         reader = getattr(reader, attribute)
     known = type(reader) in _READERS and not (read_first and reader._num_yielded == 0) and _is_known(reader)
