@@ -20,8 +20,7 @@ from .. import events
 from ..core import api, local
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import EXIT_OK, invariant, present, shell_code
-from ..host.output import rank_file
-from ..host.output_dedup import READ_S, Printed, Repeats, printed_since
+from ..host.output import READ_S, Printed, Repeats, printed_since, rank_file
 from ..host.proc import described_exit
 from ..transport.tasks import Tasks
 from ..transport.unix import LocalPeer, close_descriptors

@@ -1,18 +1,26 @@
-"""Bytes for people: rank files and event log on one thread, the launcher's pipe on another.
+"""Output for people: rank files and event log on one thread, the launcher's pipe on another, and no line twice.
+
+A replacement's script goes on right behind the cut of the restore step. What the lost process printed behind that cut
+is in its rank's file, wherever it ran, and the files of cuts beside it say where the cut is. Such lines are dropped,
+once each. A line counts as the same if its words are, whatever its numbers (times differ), within the same step.
 
 Rules of this file: the event loop never waits for a disk or for a launcher that does not read, and the files never for
 the launcher; what a bounded queue cannot hold is dropped and counted; a broken pipe ends forwarding, nothing else.
+A repeated line is better than a lost one, so what cannot be read drops nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import math
 import os
+import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -21,18 +29,25 @@ from typing import Any, TextIO
 
 import msgspec
 
+from .. import events
 from ..core.types import NO_STEP, NodeId, Rank, Step
-from .output_dedup import CUTS, Cut, LineBuffer, Repeats, cuts_of
 
+Printed = dict[Step, Counter[bytes]]
+"""Step -> the words of the lines printed behind its cut, up to the next one, and how often."""
 QUEUE_BYTES_MAX = 16 << 20
+LINE_BYTES_MAX = 64 << 10
 SAID_EVERY_S = 3600.0
 """Between two words about files that cannot be written."""
 LOOK_EVERY_S = 10.0
 """Between two looks whether a file that is written to is still there."""
+READ_S = 1.0
+"""How long a take-over waits for the file system."""
+CUTS = (events.StepDone.__name__, events.WorkerResumed.__name__)
 CUTS_BYTES = 1 << 16
 """Size of each of the two files of cuts: about 900 cuts. A takeover needs those of the last two steps."""
 _CLOSE_S = 2.0
 _READ_BYTES = 1 << 16
+_NUMBERS = re.compile(rb"[0-9]+([.:,][0-9]+)*([eE][+-]?[0-9]+)?")
 
 
 def say(text: str, to: TextIO | None = None) -> None:
@@ -47,12 +62,6 @@ def say(text: str, to: TextIO | None = None) -> None:
 
 def rank_file(output_dir: Path, rank: Rank, node: NodeId) -> Path:
     return output_dir / f"rank{rank:04d}.node{node}.log"
-
-
-def appended(path: Path) -> int:
-    """Open `path` to append to it, and return the descriptor. Raises: OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
 class Lane:
@@ -141,21 +150,22 @@ class Writer(Lane):
 
     def open(self, path: Path) -> int:
         """Open a file to append to; return the descriptor to `write` to. Raises: OSError."""
-        return appended(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
     def file(self, path: Path) -> FileIO:
         """Open as `open` does; the descriptor is closed when nobody has it any more. Raises: OSError."""
-        return FileIO(appended(path), "a")
+        return FileIO(self.open(path), "a")
 
     def open_later(self, path: Path) -> int:
         """Open it later, on the thread that writes; if that fails, the terminal has the reason. Blocks: never."""
         fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
         def work() -> None:
-            opened = appended(path)
+            opened = self.open(path)
             os.dup2(opened, fd, inheritable=False)
             os.close(opened)
 
@@ -227,6 +237,56 @@ class Ring:
             self._size = 0
         self._size += len(data)
         self._writer.write(self._fds[0], data)
+
+
+class LineBuffer:
+    """A stream in whole lines, so that those of several ranks do not mix."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take in `data`; return the whole lines that may be forwarded now."""
+        data = self._rest + data
+        end = data.rfind(b"\n") + 1
+        if end == 0 and len(data) > LINE_BYTES_MAX:
+            end = len(data)
+        self._rest = data[end:]
+        return data[:end]
+
+    def flush(self) -> bytes:
+        rest, self._rest = self._rest, b""
+        return rest
+
+
+class Repeats:
+    """A filter before a replacement's file, which drops what is in `printed` until the last step of it is over."""
+
+    def __init__(self, printed: Printed, step: Step) -> None:
+        self._printed, self._step, self._lines = printed, step, LineBuffer()
+
+    @property
+    def over(self) -> bool:
+        return not any(printed.total() for step, printed in self._printed.items() if step >= self._step)
+
+    def reached(self, step: Step) -> None:
+        """Note that later output is after the cut of `step` (a swap may go back to an earlier one)."""
+        self._step = max(self._step, step)
+
+    def without(self, data: bytes) -> bytes:
+        """Return the whole lines so far that are new; after the last repeated one, all of `data`."""
+        if self.over:
+            return self.flush() + data
+        left, kept = self._printed.get(self._step, Counter()), list[bytes]()
+        for line in self._lines.feed(data).splitlines(keepends=True):
+            if left[said := words(line)] > 0:
+                left[said] -= 1
+            else:
+                kept.append(line)
+        return b"".join(kept) + (self.flush() if self.over else b"")
+
+    def flush(self) -> bytes:
+        return self._lines.flush()
 
 
 class Pipe:
@@ -325,6 +385,58 @@ class Pipe:
             if self._forward and (rest := self._lines.flush()):
                 self._writer.forward(rest)
             self._release()
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """`output`: bytes in the rank's file of this node that were printed before the cut. `job`: as in Credentials."""
+
+    job: str
+    rank: Rank
+    step: Step
+    output: int
+
+
+_decoder = msgspec.json.Decoder(Cut)
+
+
+def cuts_of(folder: Path, node: int | str) -> tuple[Path, Path]:
+    return folder / f"cuts.{node}.0.jsonl", folder / f"cuts.{node}.1.jsonl"
+
+
+def printed_since(output_dir: Path, job: str, rank: Rank, step: Step) -> Printed:
+    """Read what processes of `rank` printed after the cut of `step`, on any node of `job`. Blocks: for the files."""
+    found: Printed = {}
+    for path in sorted(output_dir.glob(f"rank{rank:04d}.node*.log")):
+        with contextlib.suppress(OSError):
+            cuts = _cuts(cuts_of(output_dir, path.name.split(".")[1].removeprefix("node")), job, rank, step)
+            for (cut, begin), end in zip(cuts.items(), [*list(cuts.values())[1:], None], strict=False):
+                found[cut] = found.get(cut, Counter()) + _words(path, begin, end)
+    return found
+
+
+def _cuts(files: tuple[Path, Path], job: str, rank: Rank, step: Step) -> dict[Step, int]:
+    """Return how much had been printed when each cut from `step` on was first made here, in this order."""
+    cuts: list[Cut] = []
+    for line in b"".join(file.read_bytes() for file in files).splitlines():
+        with contextlib.suppress(msgspec.DecodeError):  # cut off by a crash
+            cuts.append(_decoder.decode(line))
+    first: dict[Step, int] = {}
+    for cut in sorted(cuts, key=lambda cut: (cut.output, cut.step)):  # what a rank has printed here never gets less
+        if (cut.job, cut.rank) == (job, rank) and cut.step >= step:
+            first.setdefault(cut.step, cut.output)
+    return first
+
+
+def _words(path: Path, begin: int, end: int | None) -> Counter[bytes]:
+    with open(path, "rb") as file:
+        file.seek(begin)
+        text = file.read(LINE_BYTES_MAX if end is None else min(end - begin, LINE_BYTES_MAX))
+    return Counter(words(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n"))
+
+
+def words(line: bytes) -> bytes:
+    """Return the part of a line that stays the same if it is printed again."""
+    return b" ".join(_NUMBERS.sub(b"#", line).split())
 
 
 class Cuts:

@@ -4,8 +4,17 @@ import asyncio
 import os
 from collections import Counter
 
-from deadpool_plugin.host.output import CUTS_BYTES, Cuts, Pipe, Writer, rank_file
-from deadpool_plugin.host.output_dedup import Repeats, cuts_of, printed_since, words
+from deadpool_plugin.host.output import (
+    CUTS_BYTES,
+    Cuts,
+    Pipe,
+    Repeats,
+    Writer,
+    cuts_of,
+    printed_since,
+    rank_file,
+    words,
+)
 
 JOB = "0123456789abcdef"
 

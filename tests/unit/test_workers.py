@@ -16,7 +16,6 @@ from deadpool_plugin.agent import workers as workers_module
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import local
-from deadpool_plugin.host import output as output_module
 from deadpool_plugin.host.machine import Machine
 from deadpool_plugin.host.output import Pipe, Writer, rank_file
 from deadpool_plugin.transport.unix import LocalPeer
@@ -66,13 +65,13 @@ def test_who_takes_a_rank_over_prints_into_the_ranks_file(tmp_path):
 
 def test_a_file_system_that_stands_still_holds_no_take_over_up_and_loses_no_line(tmp_path, monkeypatch):
     monkeypatch.setattr(workers_module, "READ_S", 0.05)
-    may_open, appended = threading.Event(), output_module.appended
+    may_open, opened = threading.Event(), Writer.open
 
-    def late(path):
+    def late(writer, path):
         assert may_open.wait(20)
-        return appended(path)
+        return opened(writer, path)
 
-    monkeypatch.setattr(output_module, "appended", late)
+    monkeypatch.setattr(Writer, "open", late)
     heard, said = os.pipe()
     taken_over(Writer(said), tmp_path, may_open)
     assert os.read(heard, 1 << 12) == b"a line\n"
