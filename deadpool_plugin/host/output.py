@@ -248,9 +248,7 @@ class LineBuffer:
     def feed(self, data: bytes) -> bytes:
         """Take in `data`; return the whole lines that may be forwarded now."""
         data = self._rest + data
-        end = data.rfind(b"\n") + 1
-        if end == 0 and len(data) > LINE_BYTES_MAX:
-            end = len(data)
+        end = data.rfind(b"\n") + 1 or (len(data) if len(data) > LINE_BYTES_MAX else 0)
         self._rest = data[end:]
         return data[:end]
 
@@ -259,11 +257,12 @@ class LineBuffer:
         return rest
 
 
-class Repeats:
-    """A filter before a replacement's file, which drops what is in `printed` until the last step of it is over."""
+class Repeats(LineBuffer):
+    """A replacement's lines without those in `printed`, until the last step of it is over."""
 
     def __init__(self, printed: Printed, step: Step) -> None:
-        self._printed, self._step, self._lines = printed, step, LineBuffer()
+        super().__init__()
+        self._printed, self._step = printed, step
 
     @property
     def over(self) -> bool:
@@ -278,15 +277,12 @@ class Repeats:
         if self.over:
             return self.flush() + data
         left, kept = self._printed.get(self._step, Counter()), list[bytes]()
-        for line in self._lines.feed(data).splitlines(keepends=True):
+        for line in self.feed(data).splitlines(keepends=True):
             if left[said := words(line)] > 0:
                 left[said] -= 1
             else:
                 kept.append(line)
         return b"".join(kept) + (self.flush() if self.over else b"")
-
-    def flush(self) -> bytes:
-        return self._lines.flush()
 
 
 class Pipe:
@@ -367,8 +363,8 @@ class Pipe:
 
     def _put(self, data: bytes) -> None:
         self._file_put(data)
-        if self._forward and (whole := self._lines.feed(data)):
-            self._writer.forward(whole)
+        if self._forward:
+            self._writer.forward(self._lines.feed(data))
 
     def _file_put(self, data: bytes) -> None:
         if self._file_bytes is not None:
@@ -382,8 +378,8 @@ class Pipe:
             os.close(self._fd)
             self.ended.set()
             self._put(self.repeats.flush())
-            if self._forward and (rest := self._lines.flush()):
-                self._writer.forward(rest)
+            if self._forward:
+                self._writer.forward(self._lines.flush())
             self._release()
 
 
@@ -394,9 +390,6 @@ class Cut(msgspec.Struct, frozen=True):
     rank: Rank
     step: Step
     output: int
-
-
-_decoder = msgspec.json.Decoder(Cut)
 
 
 def cuts_of(folder: Path, node: int | str) -> tuple[Path, Path]:
@@ -419,7 +412,7 @@ def _cuts(files: tuple[Path, Path], job: str, rank: Rank, step: Step) -> dict[St
     cuts: list[Cut] = []
     for line in b"".join(file.read_bytes() for file in files).splitlines():
         with contextlib.suppress(msgspec.DecodeError):  # cut off by a crash
-            cuts.append(_decoder.decode(line))
+            cuts.append(msgspec.json.decode(line, type=Cut))
     first: dict[Step, int] = {}
     for cut in sorted(cuts, key=lambda cut: (cut.output, cut.step)):  # what a rank has printed here never gets less
         if (cut.job, cut.rank) == (job, rank) and cut.step >= step:
