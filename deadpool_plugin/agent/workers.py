@@ -59,9 +59,8 @@ class Workers:
     # ---- who they are, and what they are told
 
     def _slot(self, local_rank: int) -> Slot:
-        slots = self._slots
-        invariant(0 <= local_rank < len(slots), f"no local rank {local_rank} of {len(slots)}")
-        return slots[local_rank]
+        invariant(0 <= local_rank < len(self._slots), f"no local rank {local_rank} of {len(self._slots)}")
+        return self._slots[local_rank]
 
     def supervisor(self, peer: LocalPeer, hello: local.SupervisorHello, descriptors: list[int]) -> None:
         slot = peer.tag = self._slot(hello.local_rank)
@@ -132,8 +131,12 @@ class Workers:
         """Order a fresh process that runs or rehearses `rank`, in the place of the slot's process."""
         node = self._node
         world = present(node.world, "a process was ordered before the world had formed")
-        if slot.process is not None:
-            self.forget(slot.process)
+        if (before := slot.process) is not None:
+            self._mark_ended(before)
+            if before.peer is not None:
+                before.peer.tag = None
+                before.peer.close()
+                before.peer = None
         self._orders += 1
         # It takes the ring position of whoever runs the rank now.
         env = worker_env(node.place, world, rank, world.node_of[rank], slot.local_rank, node.host.where[1])
@@ -144,7 +147,7 @@ class Workers:
         return slot.process
 
     def start_groups(self, generation: Generation, store: str) -> None:
-        """Tell every process that begins the script to build groups, also those that have yet to connect."""
+        """Have every process that begins the script build groups, also those that have yet to connect."""
         self._start = local.StartGroups(generation, store)
         self._tell_serving(self._start)
 
@@ -153,7 +156,7 @@ class Workers:
         self._tell_serving(local.Abort(generation))
 
     def commit(self, step: Step) -> None:
-        """Open the gate of every process that runs a rank, and later of those that take one over."""
+        """Open the gate of every process that runs a rank."""
         self.committed = max(self.committed, step)
         self._tell_serving(local.Committed(step))
 
@@ -163,13 +166,6 @@ class Workers:
                 slot.serving.send(message)
 
     # ---- their deaths
-
-    def forget(self, process: Process) -> None:
-        self._mark_ended(process)
-        if process.peer is not None:
-            process.peer.tag = None
-            process.peer.close()
-            process.peer = None
 
     def _mark_ended(self, process: Process, kills: bool = False) -> None:
         process.ended = True
@@ -189,7 +185,6 @@ class Workers:
             return
         self.changed.set()
         self._mark_ended(process)
-        what = f"process {process.pid} {described_exit(exit_code)}"
         if self.ending:
             if slot.rank >= 0 and (process.took_over or not process.rehearses):
                 self.late_exit_code = max(shell_code(exit_code), self.late_exit_code)
@@ -197,15 +192,13 @@ class Workers:
         elif self._processes.is_gone(slot.standby_pid):
             self.standby_ended(slot, "was ended, together with the processes that it had forked")
         elif exit_code < 0 or slot.rank < 0 or (process.rehearses and not process.in_training):
-            self._lost(slot, process, process.failing or what)
+            self._lost(slot, process, process.failing or f"process {process.pid} {described_exit(exit_code)}")
         else:
             early = f"process {process.pid} exited with 0 before the job had ended"
             reason = process.failing or ("see its output above" if exit_code > 0 else early)
             self._lost(slot, process, reason, exit_code or 1)
 
     def _lost(self, slot: Slot, process: Process, reason: str, exit_code: int = 0) -> None:
-        if self.ending:
-            return
         if slot.rank < 0:
             self._node.feed(api.SpareFailed(slot.local_rank, process.rank, reason))
         elif process.rank == slot.rank:  # else the slot has just been given another rank, whose process is on its way

@@ -72,7 +72,7 @@ def test_all_its_stores_die_with_a_process(heard):
     workers.ended(slot, slot.process, -9)
     lost = [api.StoreLost("host:1"), api.StoreLost("host:2")]
     assert order[:4] == [api.StoreOffered("host:1"), api.StoreOffered("host:2"), *lost]
-    workers.forget(slot.process)
+    workers._mark_ended(slot.process)
     assert [one for one in order if isinstance(one, api.StoreLost)] == lost
 
 
