@@ -41,22 +41,14 @@ class BulkTransfers:
     """Transfers between the stores of this node and of others.
 
     What waits for another node raises TransportError if it does not answer, RefusedByPeer if it says no. Nothing is
-    tried again. Every connection is made when it is first needed.
-
-    Args: bind_host, port_range: where the server listens, as for `listen_tcp`.
+    tried again. Every connection is made when it is first needed. The server listens at `bind_host`.
     """
 
     def __init__(
-        self,
-        node: NodeId,
-        credentials: Credentials,
-        store: SnapshotStore,
-        bind_host: str,
-        port_range: tuple[int, int] | None,
-        silent_after_s: float,
+        self, node: NodeId, credentials: Credentials, store: SnapshotStore, bind_host: str, config: Config
     ) -> None:
         self._node, self._credentials, self._store = node, credentials, store
-        self._bind, self._silent_after_s = (bind_host, port_range), silent_after_s
+        self._bind, self._silent_after_s = (bind_host, config.port_range), config.patience_s
         self._threads = ThreadPoolExecutor(_BULK_THREADS, thread_name_prefix="deadpool-ask")
         self._addresses: dict[NodeId, Address] = {}
         self._peers: dict[NodeId, BulkPeer] = {}
@@ -67,8 +59,7 @@ class BulkTransfers:
     ) -> Port:
         """Let other nodes mirror and ask here, at the port that is returned. Raises: ConfigError.
 
-        `on_mirrored` hears of each snapshot that has arrived whole, before its sender does. `on_refused` hears of
-        peers that do not prove the job's secret, once per host.
+        `on_mirrored` hears of each snapshot that has arrived whole, before its sender does.
         """
         loop = asyncio.get_running_loop()
         self._server = BulkServer(
@@ -157,7 +148,7 @@ class Machine:
         self.processes = Processes(job_tag, config.silent_after_s)
         self.processes.start()
         self.store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
-        self.bulk = BulkTransfers(node, credentials, self.store, where[0], config.port_range, config.patience_s)
+        self.bulk = BulkTransfers(node, credentials, self.store, where[0], config)
         self.witness = SharedFolder(config.witness) if config.witness is not None else None
         self._memory = ThreadPoolExecutor(thread_name_prefix="deadpool-memory")
 

@@ -16,6 +16,7 @@ from simulator.network import faked
 from simulator.schedule import scenario
 from support.stores import free
 
+from deadpool_plugin.config import Config
 from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Source, Step
 from deadpool_plugin.errors import StaleGeneration, TransportError
 from deadpool_plugin.host.machine import BulkTransfers
@@ -87,7 +88,7 @@ def real() -> Iterator[Run]:
     async def whole(work: Work) -> None:
         stores = [SnapshotStore() for _ in range(NODES)]
         bulk = [
-            BulkTransfers(node, Credentials(b"secret"), store, "127.0.0.1", None, PATIENCE_S)
+            BulkTransfers(node, Credentials(b"secret"), store, "127.0.0.1", Config(patience_s=PATIENCE_S))
             for node, store in enumerate(stores)
         ]
         ended = set[NodeId]()
