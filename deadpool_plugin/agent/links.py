@@ -21,7 +21,7 @@ from ..config import Config
 from ..core import api
 from ..core.messages import AnyMessage, Goodbye, Prepare, Verdict
 from ..core.types import Generation, Holding, NodeId, Rank, Step, listed
-from ..errors import AlreadyEnded, ConfigError, NodeTaken, PeerRefused, TransportError, invariant, present
+from ..errors import AlreadyEnded, ConfigError, InvariantViolated, NodeTaken, PeerRefused, TransportError, present
 from ..transport import join_protocol
 from ..transport.framing import ConnectionClosed
 from ..transport.join_protocol import Admitted, Answer, Busy, JobDescription, NotAdmitted
@@ -160,18 +160,19 @@ class Links:
                 answer = await self.mesh.visit(node, todo[node].control, ours, attempt_s)
             except ConnectionClosed:
                 break
-            if isinstance(answer, NotAdmitted):
-                error = ConfigError if answer.for_good else NodeTaken
-                raise error(f"node {node} does not admit this host: {answer.reason}", remedy="deadpool join again")
-            if isinstance(answer, Busy):
-                if answer.arrives and node > ours.node:
+            match answer:
+                case Admitted(hellos=hellos):
+                    linked[node] = todo.pop(node)
+                    todo |= {one.node: one for one in hellos if one.node not in linked and one.node != ours.node}
+                case Busy(arrives=True) if node > ours.node:
                     del todo[node]  # it waits for us, or it would wait for ever: it links to us when we have arrived
-                    continue
-                break
-            invariant(isinstance(answer, Admitted), f"node {node} answered {type(answer).__name__}")
-            assert isinstance(answer, Admitted)
-            linked[node] = todo.pop(node)
-            todo |= {one.node: one for one in answer.hellos if one.node not in linked and one.node != ours.node}
+                case Busy():
+                    break
+                case NotAdmitted(reason=reason, for_good=for_good):
+                    error = ConfigError if for_good else NodeTaken
+                    raise error(f"node {node} does not admit this host: {reason}", remedy="deadpool join again")
+                case _:
+                    raise InvariantViolated(f"node {node} answered {type(answer).__name__}")
         return set(todo)
 
     def received(self, node: NodeId, message: AnyMessage) -> None:
@@ -250,9 +251,8 @@ class Links:
         if (hello.versions, hello.config_digest, hello.local_size) != (
             ours.versions, ours.config_digest, ours.local_size
         ):  # fmt: skip
-            return NotAdmitted(
-                f"{hello.host} has other versions, slots or another configuration than {ours.host}", for_good=True
-            )
+            reason = f"{hello.host} has other versions, slots or another configuration than {ours.host}"
+            return NotAdmitted(reason, for_good=True)
         others = self.hellos
         self._arriving, self._arriving_since = hello.node, loop_time()
         self.know(hello)

@@ -1,10 +1,9 @@
-"""Rehearsals and take-overs: what goes through a rank's script alone, and how plans have it take the rank over.
+"""Rehearsals and take-overs: processes that go through a rank's script alone, and plans that give them the rank.
 
 Rules of this file: a rehearsal has one process, one recording and one growing history. Records are pulled from the
-node that runs the rank, in step order, some steps at a time, and only up to what is committed. On a spare a rehearsal
-begins on order and follows; on the rank's own node when the rank has lost its process, and all it needs is in memory.
-Survivors of a plan are told at once, they need nothing from others. A newcomer is the process of a rank that is new
-here, or has lost its process. A further plan cancels what is still under way and starts over.
+node that runs the rank, in step order, and only up to what is committed. On a spare a rehearsal begins on order and
+follows; on the rank's own node it begins when the rank has lost its process. Survivors of a plan are told at once. A
+further plan cancels what is still under way.
 """
 
 from __future__ import annotations
@@ -294,14 +293,11 @@ class TakeOvers:
         self._mirroring.enter(world, step)
         self.swapped(world.node_of, step)
         sources = {source.rank: source for source in plan.sources}
-        ranks, rehearsals = world.ranks_of(self._node.id), [self._of(slot) for slot in slots]
-        staying, placed = divide(
-            ranks,
-            [
-                LocalSlot(slot.rank, slot.serving is not None, rehearsal.rank if rehearsal is not None else -1)
-                for slot, rehearsal in zip(slots, rehearsals, strict=True)
-            ],
-        )
+        ranks, seen = world.ranks_of(self._node.id), list[LocalSlot]()
+        for slot in slots:
+            rehearsal = self._of(slot)
+            seen.append(LocalSlot(slot.rank, slot.serving is not None, rehearsal.rank if rehearsal else -1))
+        staying, placed = divide(ranks, seen)
         left = sorted(set(ranks) - staying.keys() - placed.keys())
         invariant(not left, f"no slot for rank(s) {left}, which are new here")
         for rank, number in staying.items():

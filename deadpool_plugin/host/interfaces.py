@@ -28,8 +28,7 @@ Found = list[tuple[str, str]]
 def address_of(said: str, found: Found | None = None) -> str:
     """Find this host's address by `said`: the address, a network (10.1.0.0/16), or an interface's name (ib0).
 
-    Args: found: this host's interfaces and their addresses; None asks the kernel.
-    Raises: ConfigError if this host has none.
+    Raises: ConfigError if this host has none. `found`: its addresses; None asks the kernel.
     """
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(said)
@@ -69,11 +68,9 @@ def addresses(config: Config, target: Address) -> tuple[str, str]:
 
 
 async def reachable(config: Config, target: Address, timeout_s: float) -> tuple[str, str]:
-    """Find `addresses` towards the job, for as long as hosts wait for each other.
+    """Find `addresses` towards the job, within `timeout_s`. Raises: ConfigError, TransportError.
 
     Where names come into being with the hosts (Kubernetes), that of the first one may be unknown till then.
-
-    Raises: ConfigError, TransportError. Blocks: for the resolver, each time.
     """
     deadline, said = loop_time() + timeout_s, False
     while True:
