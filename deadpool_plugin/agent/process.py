@@ -218,18 +218,17 @@ class Agent:
         slot = peer.tag if isinstance(peer.tag, Slot) else None
         if isinstance(message, local.SupervisorHello):
             self._workers.supervisor(peer, message, descriptors)
-            return
-        if isinstance(message, local.RehearsalOutput) and slot is not None:
-            self._workers.keep_apart(slot, peer, descriptors)
-            return
-        close_descriptors(descriptors)
-        if isinstance(message, local.StandbyHello):
+        elif isinstance(message, local.StandbyHello):
             self._workers.standby(peer, message)
         elif isinstance(message, local.WorkerHello):
             self._workers.worker(peer, message)
             if message.rehearsing and isinstance(peer.tag, Slot):  # else an order that has been overtaken
                 self._takeovers.introduced(peer.tag, peer, message)
-        elif slot is not None:
+        elif slot is None:
+            close_descriptors(descriptors)
+        elif isinstance(message, local.RehearsalOutput):
+            self._workers.keep_apart(slot, peer, descriptors)
+        else:
             self._heard(slot, peer, message)
 
     def _heard(self, slot: Slot, peer: LocalPeer, message: local.LocalMessage) -> None:
@@ -326,19 +325,15 @@ class Agent:
                     self._links.gone(lost)
                 self._tasks.start(self._host.bulk.forget(plan.lost_nodes))
             case api.Emit(event=event):
-                self._emit(event)
+                self._reports.leads = self._controller.leads
+                self._reports.emit(event)
+                if isinstance(event, events.NodeLost):
+                    self._links.missed |= {*event.lost}
+                if isinstance(event, (events.WaitingForHost, events.SwapDone)):
+                    left = len(self._controller.world.spares) if self._controller.world is not None else 0
+                    self._reports.say(f"spares left: {left}; {self._links.how_to_join}")
             case api.Leave():
                 self._leave(action)
-
-    def _emit(self, event: events.Event) -> None:
-        world = self._controller.world
-        self._reports.leads = self._controller.leads
-        self._reports.emit(event)
-        if isinstance(event, events.NodeLost):
-            self._links.missed |= {*event.lost}
-        if isinstance(event, (events.WaitingForHost, events.SwapDone)):
-            left = len(world.spares) if world is not None else 0
-            self._reports.say(f"spares left: {left}; {self._links.how_to_join}")
 
     def _leave(self, action: api.Leave) -> None:
         if not self._left.done():

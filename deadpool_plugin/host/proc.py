@@ -188,23 +188,18 @@ def environments() -> Iterator[tuple[int, bytes]]:
     execve(2), by EXEC_LOOKS_MAX further looks in all."""
     looks = iter(range(EXEC_LOOKS_MAX))
     for pid in _pids():
-        if pid != os.getpid():
-            with contextlib.suppress(OSError):  # gone, or another user's
-                yield pid, _environment(pid, looks)
-
-
-def _environment(pid: int, looks: Iterator[int]) -> bytes:
-    # Within execve(2) a process has none for a while: its new memory is in use before its arguments are there
-    # (fs/exec.c; three of four new processes are met so on a busy machine).
-    path = f"/proc/{pid}/environ"
-    environment = _read(path)
-    while not environment:
-        within = _within_exec(pid)
-        environment = _read(path)  # after that look: it may have come to its end in between
-        if environment or not within or next(looks, None) is None:
-            break
-        time.sleep(EXEC_POLL_S)
-    return environment
+        if pid == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # gone, or another user's
+            # Within execve(2) a process has none for a while: its new memory is in use before its arguments are there
+            # (fs/exec.c; three of four new processes are met so on a busy machine).
+            while not (environment := _read(f"/proc/{pid}/environ")):
+                within = _within_exec(pid)
+                environment = _read(f"/proc/{pid}/environ")  # after that look: it may have come to its end in between
+                if environment or not within or next(looks, None) is None:
+                    break
+                time.sleep(EXEC_POLL_S)
+            yield pid, environment
 
 
 def _within_exec(pid: int) -> bool:

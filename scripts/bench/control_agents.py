@@ -22,7 +22,6 @@ from deadpool_plugin.agent.world import Job, Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import api
 from deadpool_plugin.core.types import NodeId
-from deadpool_plugin.events import Event
 from deadpool_plugin.host.machine import Machine
 from deadpool_plugin.transport.framing import LENGTH, FrameProtocol
 from deadpool_plugin.transport.handshake import Credentials
@@ -110,16 +109,13 @@ class Watched(Agent):
                 self._row.set("generation", plan.world.generation)
                 self._row.set("committed", plan.restore_step)
         super()._carry_out(action)
-        if isinstance(action, api.Commit):
-            self._row.set("committed", action.step)
-
-    def _emit(self, event: Event) -> None:
-        super()._emit(event)
-        kind = type(event).__name__
-        if kind in _TIMES:
-            self._row.set(_TIMES[kind], time.monotonic_ns())
-        elif kind in _TROUBLES:
-            self._row.add("troubles")
+        match action:
+            case api.Commit(step=step):
+                self._row.set("committed", step)
+            case api.Emit(event=event) if (kind := type(event).__name__) in _TIMES:
+                self._row.set(_TIMES[kind], time.monotonic_ns())
+            case api.Emit(event=event) if type(event).__name__ in _TROUBLES:
+                self._row.add("troubles")
 
 
 def serve(party: Party, nodes: Sequence[NodeId], board: Board) -> NoReturn:
