@@ -215,7 +215,7 @@ class Links:
 
     def _seen(self, node: NodeId) -> None:
         self.missed.discard(node)
-        if self._arriving == node:  # whoever says a first word, or ends, has been linked to everyone or never will
+        if self._arriving == node:  # it has spoken or ended: it is linked to everyone, or never will be
             self._arriving = None
 
     def answer(self, question: join_protocol.Question) -> Answer:

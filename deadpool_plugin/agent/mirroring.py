@@ -35,7 +35,7 @@ PUSH_RETRY_S = 0.1
 FETCH_RETRY_S = 0.2
 HISTORY_WARN_AT = 0.8
 HISTORY_LOOK_STEPS = 64
-"""Every so many steps the memory that call records take is looked at."""
+"""Steps between two looks at the memory that call records take."""
 
 
 class Mirroring:

@@ -49,7 +49,7 @@ WITNESS_SHARED_S = 120
 
 
 class Agent:
-    """One node's agent; `run` once, on the loop on which it was made. `credentials`: the host's, too."""
+    """One node's agent; `run` once, on the loop on which it was made."""
 
     def __init__(self, host: Machine, place: Place, config: Config, credentials: Credentials, job: Job) -> None:
         self._host, self._config = host, config
@@ -181,7 +181,7 @@ class Agent:
         self.feed(api.Claimed(kept))
 
     async def _look(self, generation: Generation) -> None:
-        """Feed the plan that the witness has for `generation`. Once: whoever waits looks again."""
+        """Feed the plan that the witness has for `generation`. The controller looks again."""
         job, witness = self._node.credentials.job, present(self._host.witness, "a plan is sought without a witness")
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             if (kept := await self._host.at_files(lambda: witness.look(job, generation))) is not None:
@@ -209,7 +209,7 @@ class Agent:
             while self._inputs:
                 for action in self._controller.step(self._inputs.popleft(), self._loop.time()):
                     self._carry_out(action)
-        except Exception as error:  # not the fault of whoever sent the message
+        except Exception as error:  # not the sender's fault
             self._broke(error)
         finally:
             self._stepping = False

@@ -316,7 +316,7 @@ class TakeOvers:
         self._taking.cancel()
 
     def _join(self, plan: SwapPlan, slot: Slot) -> None:
-        if slot.serving is not None:  # else whoever noticed has said so
+        if slot.serving is not None:  # else its loss is said already
             slot.serving.send(local.Join(plan.world.generation, plan.store, plan.restore_step))
         self._mirroring.mirror_again(slot.rank, plan.restore_step)
 
@@ -349,12 +349,12 @@ class TakeOvers:
             self._give_up(slot, rank, f"could not be taken over: {reason}")
             return
         file, printed = await self._workers.output_of(rank, step)
-        if not rehearsal.alive:  # whoever noticed has said so
+        if not rehearsal.alive:  # its loss is said already
             return
         pair = present(self._store.own(rank), f"rank {rank} is handed over without an arena")
         self._workers.take(slot, file, printed, step)
         self.done(slot)
-        if self._workers.paused:  # whoever has come to run a rank meanwhile stands still, too
+        if self._workers.paused:  # a process that has come to run a rank meanwhile stands still, too
             self._workers.pause()
         if (peer := slot.serving) is not None:  # else its connection has ended, and so will it
             order = local.TakeOver(plan.world.generation, plan.store, step, pair.header_bytes, pair.payload_bytes)

@@ -39,7 +39,7 @@ EXIT_REPORT_S = 2.0
 
 
 class Workers:
-    """The processes of this node's slots, watched. `on_lost` hears of each slot whose rank has lost its process."""
+    """The processes of this node's slots, watched. `on_lost` is called with each slot whose rank has lost its process."""
 
     def __init__(self, node: LocalNode, on_lost: Callable[[Slot], None]) -> None:
         self._node, self._slots, self._processes = node, node.slots, node.host.processes
@@ -138,7 +138,7 @@ class Workers:
                 before.peer.close()
                 before.peer = None
         self._orders += 1
-        # It takes the ring position of whoever runs the rank now.
+        # It takes the ring position of the node that runs the rank now.
         env = worker_env(node.place, world, rank, world.node_of[rank], slot.local_rank, node.host.where[1])
         slot.order = local.RunRank(rank, env, self._orders, rehearses)
         slot.process = Process(self._orders, rank, rehearses)

@@ -2,7 +2,7 @@
 
 - `OUTPUT_DIR/nodes/<id>.json`, where a host that wants to join finds a living member. A killed node's is harmless,
   because nobody of its job answers there. It says where the secret lies, not the secret.
-- The witness of ties: one file per generation on storage that all hosts share, written by whoever is first.
+- The witness of ties: one file per generation on storage that all hosts share, written by the first node.
 """
 
 from __future__ import annotations

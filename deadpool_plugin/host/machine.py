@@ -59,7 +59,7 @@ class BulkTransfers:
     ) -> Port:
         """Let other nodes mirror and ask here, at the port that is returned. Raises: ConfigError.
 
-        `on_mirrored` hears of each snapshot that has arrived whole, before its sender does.
+        `on_mirrored` is called for each snapshot that has arrived whole, before its sender is told.
         """
         loop = asyncio.get_running_loop()
         self._server = BulkServer(

@@ -29,7 +29,7 @@ PF_SIGNALED = 0x400
 PF_KTHREAD = 0x200000
 ROUNDS_MAX = 10
 EXEC_LOOKS_MAX = 500
-"""Counted and not timed: where the CPUs are busy we, too, get to look less often."""
+"""A number, not a time: where the CPUs are busy this process looks less often, too."""
 EXEC_POLL_S = 0.001
 POLL_S = 0.03
 TAG = "DEADPOOL_TAG"
@@ -184,8 +184,10 @@ def tagged(tag: str) -> list[int]:
 
 
 def environments() -> Iterator[tuple[int, bytes]]:
-    """Read the initial environment of every process but this one. Costs some 10 us a process; waits for those within
-    execve(2), by EXEC_LOOKS_MAX further looks in all."""
+    """Read the initial environment of every process but this one. Costs about 10 us a process.
+
+    Waits for those within execve(2), by EXEC_LOOKS_MAX further looks in all.
+    """
     looks = iter(range(EXEC_LOOKS_MAX))
     for pid in _pids():
         if pid == os.getpid():
@@ -276,7 +278,7 @@ class Processes:
         sweep(f"{self._job_tag}{local_rank}.")
 
     def pause(self, running: Mapping[int, int], others: Mapping[int, int]) -> None:
-        """Stop all of `running` (local rank -> process) at once, then what they have started. Blocks: some 10 ms.
+        """Stop all of `running` (local rank -> process) at once, then what they have started. Blocks: about 10 ms.
 
         A process that is paused is not taken for stuck; one that had been stopped before stays so.
         `others`: local rank -> the process that looks after it, which goes on.
@@ -302,7 +304,7 @@ class Processes:
         _signal(paused, signal.SIGCONT)
 
     def kill_paused(self) -> None:
-        """End all that were paused, as they stand."""
+        """End all that were paused without letting them go on."""
         paused, self._paused = self._paused, set()
         _signal(paused, signal.SIGKILL)
 
