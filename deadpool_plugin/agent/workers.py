@@ -39,7 +39,7 @@ EXIT_REPORT_S = 2.0
 
 
 class Workers:
-    """The processes of this node's slots, watched. `on_lost` is called with each slot whose rank has lost its process."""
+    """The processes of this node's slots. `on_lost` is called with each slot whose rank has lost its process."""
 
     def __init__(self, node: LocalNode, on_lost: Callable[[Slot], None]) -> None:
         self._node, self._slots, self._processes = node, node.slots, node.host.processes
