@@ -2,7 +2,7 @@
 
 Rules of this file: each field has one writer, a method of `Context` or one part (tests/unit/core/test_context.py). A
 message to oneself goes through `loopback` and is handled like any other, in the same step; after `conclude` or `fence`
-nothing is said any more. May import everything of core but the controller's other parts.
+nothing is said any more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from .api import AbortWorkers, Action, Emit, Leave, Send
 from .events import Event, JobFinished, JobStopped, NodeFenced
 from .membership import is_quorum, is_quorum_without
-from .messages import AnyMessage, Decided, Promise, Status, Verdict
+from .messages import AnyMessage, Decided, NodeFailed, Promise, Status, Verdict
 from .policy import Policy, Timing
 from .suspicion import Watch
 from .types import (
@@ -57,75 +57,55 @@ class Context:
 
         # The world and the view of its members.
         self.world = World(generation=0, node_of=())
-        self.formed = False
-        """This node knows a world."""
-        self.formed_at = NEVER
-        """When this node knew of its first world, or asked to join: until then nobody had heard of it for certain."""
-        self.decided: Decided | None = None
-        """The decision that began this generation; None in generation 0."""
-        self.plan: SwapPlan | None = None
-        """The plan of that decision."""
-        self.begins_at_top = True
-        """The script begins from its top in this generation."""
+        self.formed = False  # this node knows a world
+        self.formed_at = NEVER  # when it knew of its first world, or asked to join: nobody had heard of it before
+        self.decided: Decided | None = None  # the decision that began this generation; None in generation 0
+        self.plan: SwapPlan | None = None  # that of `decided`
+        self.begins_at_top = True  # the script begins from its top in this generation
         self.watch = Watch(timing)
         self.reported_suspects = ReportedSuspects(node)
-        self.suspects: Mapping[NodeId, str] = {}
-        """The members that are lost, by our own evidence or as reported, each with the reason."""
-        self.coordinator: NodeId = -1
-        """The lowest living member, as far as this node knows; -1 in a world of none."""
-        self.leads = False
-        """This node coordinates, as far as it knows."""
-        self.candidates: dict[NodeId, str] = {}
-        """Hosts that are no members and ask to become some, each with its rack ("" if it stands alone)."""
+        self.suspects: Mapping[NodeId, str] = {}  # why a member is lost, by our own evidence or as reported
+        self.coordinator: NodeId = -1  # the lowest living member, as far as this node knows; -1 in a world of none
+        self.leads = False  # this node coordinates, as far as it knows
+        self.candidates: dict[NodeId, str] = {}  # hosts that ask to become members, with their racks ("" for none)
 
         # Words and deeds of this node.
         self.actions: list[Action] = []
         self.loopback: deque[AnyMessage] = deque()
         self.ended = False
-        self.changed = False
-        """Something here that the coordinator has not heard of yet."""
+        self.changed = False  # something here that the coordinator has not heard of yet
 
         # Training.
-        self.committed: Step = NO_STEP
-        """In this generation."""
-        self.newest_committed: Step = NO_STEP
-        """In this history: `committed`, or the restore step of the newest plan until a step is committed after it."""
-        self.step_s = 0.0
-        """The time between the two newest commits, where this node coordinates."""
+        self.committed: Step = NO_STEP  # in this generation
+        self.newest_committed: Step = NO_STEP  # in this history: `committed`, or the restore step until there is one
         self.training = False
-        self.has_trained = False
-        """Training has begun in this generation or in one before it: the script must not begin again."""
-        self.checkpoint = Checkpoint()
-        """The newest one known here."""
-        self.stalls: list[Step] = []
-        """The committed step at each stall that this node saw as coordinator, as far as they follow each other soon."""
+        self.has_trained = False  # in this generation or one before it: the script must not begin again
+        self.checkpoint = Checkpoint()  # the newest one known here
+
+        # The way out of this generation.
+        self.stuck = ""  # why this generation cannot go on as it is, as far as this node is concerned
+        self.broken: tuple[NodeId, ...] = ()
+        """The other end of the training connection that broke in this generation (this node itself if that is not
+        known); () if none did."""
+        self.swapping = False  # this generation is fenced here and the next one is not decided yet
+        self.swap_since = 0.0
+        self.patient_since = 0.0  # since when it has waited for a decision that nobody has told it to wait for
+        self.waiting = False  # the coordinator (perhaps one before it) waits for a host to join
+
+        # Contact with a majority (self_fencing.py).
+        self.contact_at = 0.0  # until then, by our clock, a majority has been in contact with us for certain
+        self.echo: tuple[NodeId, float] = (node, NEVER)
+        """The newest Status of this generation: whose, and when it was sent by that node's clock."""
+
+        # Written by one of the parts.
+        self.step_s = 0.0  # the time between the two newest commits, where this node coordinates
+        self.stalls: list[Step] = []  # the committed step at each stall that follows another soon
         self.unproven: frozenset[Rank] = frozenset()
         """Ranks run by other processes than before, and of which too few steps were committed when the newest plan was
         decided. Each node is right about its own; a host that has joined takes all for new."""
         self.replaced: dict[Rank, Generation] = {}
         """Those of this node whose process was ended for the collectives it had issued, and in which generation."""
-
-        # The way out of this generation.
-        self.stuck = ""
-        """Why this generation cannot go on as it is, as far as this node is concerned; "" if it can."""
-        self.broken: tuple[NodeId, ...] = ()
-        """The other end of the training connection that broke in this generation (this node itself if that is not
-        known); () if none did."""
-        self.swapping = False
-        """This generation is fenced here and the next one is not decided yet."""
-        self.swap_since = 0.0
-        self.patient_since = 0.0
-        """Since when this node has waited for a decision that nobody has told it to wait for."""
-        self.waiting = False
-        """The coordinator (perhaps one before it) waits for a host to join."""
-
-        # Contact with a majority (self_fencing.py).
-        self.contact_at = 0.0
-        """Until then, by our clock, a majority has been in contact with us for certain."""
-        self.echo: tuple[NodeId, float] = (node, NEVER)
-        """The newest Status of this generation: whose, and when it was sent by that node's clock."""
-        self.paused = False
-        """This node's workers are stopped for want of contact."""
+        self.paused = False  # this node's workers are stopped for want of contact
 
     # -- the world and the view of its members -----------------------------------------------------------------
 
@@ -186,11 +166,12 @@ class Context:
     @property
     def joinable(self) -> tuple[NodeId, ...]:
         """The candidates that were heard of lately."""
-        if not self.candidates:
-            return ()
-        limit_s = self.timing.silent_after_s
-        heard = self.watch.heard
-        return tuple(n for n in sorted(self.candidates) if self.now - heard.get(n, self.now) < limit_s)
+        limit_s, heard = self.timing.silent_after_s, self.watch.heard
+        return tuple(node for node in sorted(self.candidates) if self.now - heard.get(node, self.now) < limit_s)
+
+    @property
+    def lost_ranks(self) -> tuple[Rank, ...]:
+        return tuple(rank for rank, node in enumerate(self.world.node_of) if node in self.suspects)
 
     @property
     def in_contact(self) -> bool:
@@ -291,19 +272,15 @@ class Context:
         for node in self.world.members:
             self.send(node, message)
 
-    def lost_ranks(self) -> tuple[Rank, ...]:
-        suspects = self.suspects
-        return tuple(rank for rank, node in enumerate(self.world.node_of) if node in suspects)
-
     # -- the end -----------------------------------------------------------------------------------------------
 
     def stop(self, reason: str, exit_code: int = EXIT_UNRECOVERABLE, lost_ranks: tuple[Rank, ...] = ()) -> None:
         """Stop the job with a verdict that says what is left of it."""
         self.conclude(self._verdict(reason, exit_code, lost_ranks))
 
-    def give_up(self, reason: str, lost_ranks: tuple[Rank, ...]) -> None:
+    def give_up(self, reason: str) -> None:
         """Stop this node alone: it cannot decide, and does not know whether others can."""
-        self._say_and_leave(self._verdict(reason, EXIT_UNRECOVERABLE, lost_ranks))
+        self._say_and_leave(self._verdict(reason, EXIT_UNRECOVERABLE, self.lost_ranks))
 
     def _verdict(self, reason: str, exit_code: int, lost_ranks: tuple[Rank, ...]) -> Verdict:
         saved = self.checkpoint
@@ -319,20 +296,30 @@ class Context:
         self._say_and_leave(verdict, verdict)
 
     def _say_and_leave(self, verdict: Verdict, of_all: Verdict | None = None) -> None:
-        if verdict.exit_code == 0 and verdict.cause is None:
+        cause = verdict.cause
+        if verdict.exit_code == 0 and cause is None:
             self.emit(JobFinished())
         else:
-            lost_ranks = verdict.cause.lost_ranks if verdict.cause else ()
-            newest = verdict.cause.newest_committed if verdict.cause else self.newest_committed
+            lost_ranks, newest = (cause.lost_ranks, cause.newest_committed) if cause else ((), self.newest_committed)
             self.emit(JobStopped(verdict.exit_code, verdict.reason, lost_ranks, newest))
-        self._leave(verdict.exit_code, verdict.reason, of_all)
+        self._leave(Leave(verdict.exit_code, verdict.reason, of_all))
+
+    def resign(self, reason: str) -> None:
+        """Leave, and have the others replace this node at once: it cannot go on."""
+        others = [node for node in self.living if node != self.node]
+        if self.formed and not others:
+            self.stop(f"the only node is lost: {reason}", lost_ranks=tuple(range(len(self.world.node_of))))
+            return
+        for node in others:
+            self.send(node, NodeFailed(self.world.generation, self.node, reason))
+        self.fence(reason)
 
     def fence(self, reason: str) -> None:
         """Leave the job; the others may go on without this node."""
         self.emit(NodeFenced(reason))
-        self._leave(EXIT_FENCED, reason)
+        self._leave(Leave(EXIT_FENCED, reason))
 
-    def _leave(self, exit_code: int, reason: str, verdict: Verdict | None = None) -> None:
-        self.act(Leave(exit_code, reason, verdict))
+    def _leave(self, action: Leave) -> None:
+        self.act(action)
         self.loopback.clear()
         self.ended = True

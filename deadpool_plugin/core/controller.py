@@ -8,45 +8,26 @@ is returned any more. AbortWorkers always comes before the Promise or Reconfigur
 Of this node's processes: feed a death when you notice it, once, and never that of a process you have ended or replaced
 yourself; feed StoreLost after it for every store it had offered.
 
-Rules of this file: inputs are dispatched here and decided in processes, failures and rehearsing (this node),
-message_handlers and coordination (between swaps), swaps, and joining; a duplicate, late or foreign message never harms.
-May import everything of core, nothing else.
+Rules of this file: inputs and messages are dispatched here and decided in the parts; a duplicate, late or foreign
+message never harms. Whoever speaks of an older generation is told the newest, and nothing else comes of it (but that it
+gives itself up); a word of a node that is counted as lost does not count.
 """
 
 from __future__ import annotations
 
-from . import events
-from .api import (
-    Action,
-    CallsRead,
-    Claimed,
-    Input,
-    Joining,
-    LinkLost,
-    NodeGivenUp,
-    Received,
-    Reconfigure,
-    SpareFailed,
-    SpareRehearsed,
-    SpareUnable,
-    StopRequested,
-    Ticked,
-    WorldFormed,
-)
+from . import api, events, messages
 from .context import Context
 from .coordination import Coordination
-from .joining import Candidates, JoinAttempt
-from .message_handlers import MessageHandlers
-from .messages import AnyMessage, Decided, Goodbye, JoinRequest, NodeFailed, Report, Verdict, generation_of
+from .joining import JoinAttempt
+from .messages import AnyMessage, generation_of
 from .pairing import Pairing, judge_newcomers
 from .partial_partition import PartialPartition
 from .phases import IllegalMove, Phase, moved
 from .policy import Policy, Timing
-from .processes import STORE_GONE, Failures, Inventory, Processes
-from .rehearsing import Rehearsing
+from .processes import Processes
 from .self_fencing import SelfFencing
 from .swaps import Swaps
-from .types import NEVER, Generation, NodeId, Rank, Step, World
+from .types import EXIT_SIGNALLED, NEVER, Generation, NodeId, Rank, Step, World
 
 
 class Controller:
@@ -54,21 +35,19 @@ class Controller:
 
     def __init__(self, node: NodeId, timing: Timing, policy: Policy = Policy()) -> None:
         self._ctx = Context(node, timing, policy)
-        self._inventory = Inventory()
-        self._failures = Failures(self._ctx)
-        self._processes = Processes(self._ctx, self._inventory, self._failures)
+        self._processes = Processes(self._ctx)
         self._partition = PartialPartition(self._ctx)
         self._self_fencing = SelfFencing(self._ctx)
-        self._rehearsing = Rehearsing(self._ctx, self._inventory, self._failures)
-        self._candidates = Candidates(self._ctx)
         self._joining: JoinAttempt | None = None
         self.phase = Phase.OUTSIDE
         """Where this node stands; see phases.py."""
-        self._begin_generation()
-        self._early: list[Received] = []
+        self._early: list[api.Received] = []
+        self._former: set[NodeId] = set()  # members of older generations: none is a candidate
         self._reported_at = 0.0
         self._own_pause_s = timing.own_pause_s
         self._watching: tuple[Generation, NodeId] | None = None
+        self._started = False  # this generation's workers were told over which store to build groups
+        self._begin_generation()
 
     # -- what the caller may look at ---------------------------------------------------------------------------
 
@@ -105,7 +84,7 @@ class Controller:
 
     # -- one input ---------------------------------------------------------------------------------------------
 
-    def step(self, event: Input, now: float) -> list[Action]:
+    def step(self, event: api.Input, now: float) -> list[api.Action]:
         """Take in `event` at time `now` and say what to do about it, in order."""
         ctx = self._ctx
         if ctx.ended:
@@ -114,7 +93,7 @@ class Controller:
         if gap_s > self._own_pause_s:
             ctx.watch.excuse_pause(gap_s)
             ctx.be_patient(gap_s)
-            self._swaps.proposer.excuse_pause(gap_s)
+            self._swaps.excuse_pause(gap_s)
             self._coordination.excuse_pause(gap_s)
         self._take_in(event)
         self._mark()
@@ -125,35 +104,34 @@ class Controller:
         self._settle()
         return ctx.take_actions() if ctx.actions else []
 
-    def _take_in(self, event: Input) -> None:
+    def _take_in(self, event: api.Input) -> None:
         ctx = self._ctx
         match event:
-            case Received():
+            case api.Received():
                 self._received(event)
-            case Ticked():
+            case api.Ticked():
                 self._ticked()
-            case LinkLost():
+            case api.LinkLost():
                 self._link_lost(event)
-            case WorldFormed(world):
-                self._only_outside(event)
-                self._world_formed(world)
-            case Joining(members, rack):
-                self._only_outside(event)
+            case api.WorldFormed() | api.Joining() if self.phase is not Phase.OUTSIDE:
+                raise IllegalMove(f"{type(event).__name__} in phase {self.phase.name}: a node meets the others once")
+            case api.WorldFormed(world):
+                ctx.form(world)
+                self._begin_generation()
+                ctx.note()
+                if ctx.leads:
+                    ctx.emit(events.WorldFormed(world.node_of, world.spares))
+                self._hear_early()
+            case api.Joining(members, rack):
                 self._joining = JoinAttempt(ctx, members, rack)
-            case CallsRead(generation, ranks):
+            case api.CallsRead(generation, ranks):
                 self._pairing.read(generation, ranks)
-            case SpareRehearsed(local_slot, rank):
-                self._rehearsing.done(local_slot, rank)
-            case SpareFailed(local_slot, rank, reason):
-                self._rehearsing.failed(local_slot, rank, reason)
-            case SpareUnable(reason):
-                self._rehearsing.unable(reason)
-            case NodeGivenUp(reason):
-                self._failures.give_up(reason)
-            case StopRequested(reason, exit_code):
+            case api.NodeGivenUp(reason):
+                ctx.resign(reason)
+            case api.StopRequested(reason, exit_code):
                 ctx.stop(reason, exit_code)
-            case Claimed(plan):
-                self._swaps.proposer.claimed(plan)
+            case api.Claimed(plan):
+                self._swaps.claimed(plan)
             case _:
                 if self._processes.take_in(event) and ctx.swapping:  # too late for a report
                     self._swaps.voter.answer()
@@ -186,7 +164,9 @@ class Controller:
             if self._swaps.react():
                 self._mark()
             if ctx.changed and not ctx.ended:
-                self._report()
+                ctx.forget_news()
+                self._reported_at = ctx.now
+                self._processes.report()
             if not ctx.loopback:
                 return
 
@@ -206,61 +186,20 @@ class Controller:
                 ctx.watch.unheard.clear()
             ctx.note()
 
-    def _report(self) -> None:
-        """Tell the coordinator; while fenced only that this node lives (its promise says the rest)."""
-        ctx = self._ctx
-        ctx.forget_news()
-        self._reported_at = ctx.now
-        heard = ctx.echo[1] if ctx.echo[0] == ctx.coordinator else NEVER
-        report = Report(
-            self.generation,
-            checkpoint=ctx.checkpoint,
-            stuck=ctx.stuck,
-            sent_at=ctx.now,
-            heard=heard,
-            broken=ctx.broken,
-        )
-        ctx.send(ctx.coordinator, report if ctx.swapping else self._inventory.fill(report))
-        if not ctx.swapping:
-            self._failures.say()
-
-    # -- inputs of this node -----------------------------------------------------------------------------------
-
-    def _world_formed(self, world: World) -> None:
-        ctx = self._ctx
-        ctx.form(world)
-        self._begin_generation()
-        ctx.note()
-        if ctx.leads:
-            ctx.emit(events.WorldFormed(world.node_of, world.spares))
-        self._hear_early()
-
-    def _hear_early(self) -> None:
-        """Handle the messages that came before this node knew the world."""
-        early, self._early = self._early, []
-        for received in early:
-            self._mark()
-            if not self._ctx.ended:
-                self._received(received)
-
-    def _only_outside(self, event: Input) -> None:
-        if self.phase is not Phase.OUTSIDE:
-            raise IllegalMove(f"{type(event).__name__} in phase {self.phase.name}: a node meets the others once")
-
-    def _link_lost(self, event: LinkLost) -> None:
+    def _link_lost(self, event: api.LinkLost) -> None:
+        ctx, node = self._ctx, event.node
         if self._joining is not None:
-            self._joining.link_lost(event.node, event.reason)
-        self._candidates.forget(event.node)
-        ctx = self._ctx
-        if event.still and not {ctx.node, event.node} <= set(ctx.world.active):
+            self._joining.link_lost(node, event.reason)
+        ctx.candidates.pop(node, None)
+        if event.still and not {ctx.node, node} <= set(ctx.world.active):
             return  # a spare holds nobody up until it has to fetch something, and that says so itself
-        counts_on_us = ctx.leads and event.node in ctx.world.members
-        if event.silent and counts_on_us and ctx.watch.hears(event.node, ctx.now):
-            self._partition.hear(ctx.node, event.node)  # its processes run until it is silent, too
+        counts_on_us = ctx.leads and node in ctx.world.members
+        if event.silent and counts_on_us and ctx.watch.hears(node, ctx.now):
+            self._partition.hear(ctx.node, node)  # its processes run until it is silent, too
             return
-        if event.silent and event.node in ctx.watch.silent:
-            self._swaps.insist(event.node)
-        ctx.suspect(event.node, f"link lost: {event.reason}", event.silent)
+        if event.silent and node in ctx.watch.silent:
+            self._swaps.insist(node)
+        ctx.suspect(node, f"link lost: {event.reason}", event.silent)
 
     def _ticked(self) -> None:
         ctx = self._ctx
@@ -273,7 +212,7 @@ class Controller:
             if node != ctx.node:
                 ctx.suspect(node, reason, silent=True)
         self._swaps.tick()
-        self._rehearsing.tick()
+        self._processes.rehearsing.tick()
         if not ctx.ended and (reason := self._coordination.tick()):
             self._swaps.stuck(ctx.node, reason)
         if ctx.now - self._reported_at >= ctx.timing.heartbeat_interval_s:
@@ -281,7 +220,7 @@ class Controller:
 
     # -- messages ----------------------------------------------------------------------------------------------
 
-    def _received(self, event: Received) -> None:
+    def _received(self, event: api.Received) -> None:
         ctx, sender, message = self._ctx, event.sender, event.message
         if not ctx.formed:
             self._received_early(event)
@@ -289,37 +228,151 @@ class Controller:
         ctx.watch.hear(sender, ctx.now)
         if sender in ctx.watch.silent and not self._swaps.counts_as_lost(sender):
             ctx.clear(sender)  # nothing has come of its silence here, and nothing need
-        generation = generation_of(message)
-        if generation > self.generation and not isinstance(message, (Decided, Verdict, Goodbye)):
-            ctx.send(sender, Report(self.generation))  # who decided it may have died before it told us
-        if isinstance(message, JoinRequest):
-            self._candidates.ask(sender, message.rack)
-        elif sender in ctx.world.members or isinstance(message, Decided):  # by whom it has taken in
+        generation, ends = generation_of(message), (messages.Decided, messages.Verdict, messages.Goodbye)
+        if generation > self.generation and not isinstance(message, ends):
+            ctx.send(sender, messages.Report(self.generation))  # who decided it may have died before it told us
+        if isinstance(message, messages.JoinRequest):
+            self._asked_to_join(sender, message.rack)
+        elif sender in ctx.world.members or isinstance(message, messages.Decided):  # by whom it has taken in
             self._hear(sender, message)
-        elif isinstance(message, Goodbye):
-            self._candidates.forget(sender)
+        elif isinstance(message, messages.Goodbye):
+            ctx.candidates.pop(sender, None)
         elif generation < self.generation:
             self._swaps.bring_up_to_date(sender)
 
-    def _hear(self, sender: NodeId, message: AnyMessage) -> None:
-        if isinstance(message, Decided):
-            self._on_decided(sender, message)
+    def _received_early(self, event: api.Received) -> None:
+        """Hear a member of the job that this node asks to join; keep what comes before it knows a world."""
+        joining, message = self._joining, event.message
+        if isinstance(message, messages.JoinRequest) or (joining is not None and joining.hear(event.sender, message)):
+            return  # a request is said again
+        if joining is not None and isinstance(message, messages.Decided):
+            self._on_decided(event.sender, message)
+            self._hear_early()
         else:
-            self._handlers.handle(sender, message)
-
-    def _received_early(self, event: Received) -> None:
-        if isinstance(event.message, JoinRequest):
-            return  # it is said again
-        if self._joining is None:
             self._early.append(event)
-        elif not self._joining.hear(event.sender, event.message):
-            if isinstance(event.message, Decided):
-                self._on_decided(event.sender, event.message)
-                self._hear_early()
-            else:
-                self._early.append(event)
 
-    def _on_decided(self, sender: NodeId, message: Decided) -> None:
+    def _hear_early(self) -> None:
+        early, self._early = self._early, []
+        for received in early:
+            self._mark()
+            if not self._ctx.ended:
+                self._received(received)
+
+    def _asked_to_join(self, node: NodeId, rack: str) -> None:
+        """Hear a host that asks, a member that has not heard yet that it is one, or one that was one."""
+        ctx = self._ctx
+        if ctx.decided is not None and (node in ctx.world.members or node in self._former):
+            ctx.send(node, ctx.decided)
+        elif node not in ctx.world.members:
+            ctx.clear(node)
+            ctx.candidates[node] = rack
+
+    def _hear(self, sender: NodeId, message: AnyMessage) -> None:
+        ctx, swaps = self._ctx, self._swaps
+        match message:
+            case messages.Report():
+                self._report(sender, message)
+            case messages.Status():
+                self._status(sender, message)
+            case messages.NodeFailed():
+                self._node_failed(sender, message)
+            case messages.RankFailed(generation):
+                if generation < ctx.world.generation:
+                    swaps.bring_up_to_date(sender)
+                self._processes.hear_gone(sender, message)
+            case messages.Start(world, store):
+                if world.generation == self.generation and ctx.begins_at_top and not (self._started or ctx.swapping):
+                    self._started = True
+                    self._processes.consume(store)
+                    ctx.act(api.StartWorkers(world, store))
+            case messages.Rehearse():
+                self._processes.rehearsing.ordered(message)
+            case messages.Compare(generation):
+                if generation == ctx.world.generation:
+                    ctx.act(api.ReadCalls(generation))
+            case messages.Calls():
+                self._pairing.hear(sender, message)
+            case messages.Replace():
+                self._pairing.replace(message, {failure.rank for failure in self._processes.gone})
+            case messages.Prepare():
+                swaps.voter.prepare(sender, message)
+            case messages.Promise():
+                swaps.promise(sender, message)
+            case messages.Propose():
+                swaps.voter.propose(sender, message)
+            case messages.Accepted():
+                swaps.accepted(sender, message)
+            case messages.Refused():
+                swaps.refused(message)
+            case messages.Decided():
+                self._on_decided(sender, message)
+            case messages.Verdict():
+                self._verdict(sender, message)
+            case messages.Goodbye():
+                ctx.suspect(sender, "it has left the job")
+
+    def _report(self, sender: NodeId, message: messages.Report) -> None:
+        ctx = self._ctx
+        if message.generation < ctx.world.generation:
+            self._swaps.bring_up_to_date(sender)
+        elif message.generation == ctx.world.generation:
+            if not ctx.leads:
+                # `sender` takes this node for the coordinator: it knows already of losses that this node is yet to
+                # notice, and is not to take the silence meanwhile for one more.
+                ctx.send(sender, messages.Status(self.generation, ctx.committed, ctx.training, ctx.waiting, ctx.now))
+            self._coordination.hear(sender, message)
+            is_stuck = message.stuck and not ctx.swapping
+            if is_stuck and not (message.broken and self._partition.broke(sender, message.broken[0])):
+                self._swaps.stuck(sender, message.stuck)
+
+    def _status(self, sender: NodeId, message: messages.Status) -> None:
+        ctx = self._ctx
+        if message.generation < ctx.world.generation:
+            self._swaps.bring_up_to_date(sender)
+        if message.generation != ctx.world.generation or sender in ctx.watch.evidence:
+            return
+        if sender in ctx.suspects:  # a rival of our coordinator, which is not to take the silence for a loss meanwhile
+            ctx.send(sender, messages.Report(ctx.world.generation))
+        elif ctx.follow(sender, message):
+            ctx.act(api.Commit(message.committed))
+
+    def _node_failed(self, sender: NodeId, message: messages.NodeFailed) -> None:
+        ctx = self._ctx
+        suspects = ctx.suspects
+        if message.generation < ctx.world.generation and message.node != sender:
+            self._swaps.bring_up_to_date(sender)  # who was lost then has been seen to, or is told of again
+        elif message.node == ctx.node and message.generation > ctx.world.generation:
+            ctx.fence(message.reason)
+        elif message.node == ctx.node and sender in ctx.watch.evidence:
+            return  # each counts the other as lost: the one whose plan is decided goes on, else both would go
+        elif message.node == ctx.node:
+            self._swaps.voter.suspected(sender, message.reason, message.silent)
+        elif message.silent and ctx.watch.hears(message.node, ctx.now):
+            self._partition.hear(sender, message.node)
+        elif sender in suspects and message.node != sender:
+            ctx.send(sender, messages.NodeFailed(ctx.world.generation, sender, suspects[sender], ctx.is_silent(sender)))
+        elif message.node in ctx.world.members:
+            ctx.suspect(message.node, message.reason, message.silent)
+
+    def _verdict(self, sender: NodeId, message: messages.Verdict) -> None:
+        ctx = self._ctx
+        if message.exit_code > EXIT_SIGNALLED:
+            ctx.conclude(message)  # a person wants the job to end, in whatever generation that was said
+        elif message.generation < ctx.world.generation:
+            # `sender` had not heard of this generation and is lost to it; so many that the rest could not decide any
+            # more have ended the job.
+            ctx.suspect(sender, f"it ended in generation {message.generation}: {message.reason}")
+            self._ended |= {sender} & set(ctx.world.members)
+            if not ctx.can_decide_without(self._ended):
+                ctx.conclude(message)
+        # That all scripts have ended well is true even from a suspected node, unless we accepted a plan that others
+        # may already be executing.
+        elif sender not in ctx.suspects or (message.exit_code == 0 and self._swaps.voter.acceptor.accepted is None):
+            ctx.conclude(message)
+
+    # -- generations -------------------------------------------------------------------------------------------
+
+    def _on_decided(self, sender: NodeId, message: messages.Decided) -> None:
         """Begin a new generation: forget the old one's books and act."""
         ctx, plan = self._ctx, message.plan
         if plan.world.generation <= self.generation:
@@ -331,30 +384,27 @@ class Controller:
             ctx.fence_for(plan.world.generation)
         self._self_fencing.resume()
         # The plan was decided after this node had promised (or asked to join), and before anybody watched its silence.
-        promised_at = self._swaps.voter.promised_at(message.ballot)
+        promised_at = self._swaps.voter.promised_at.get(message.ballot, NEVER)
         asked_at = self._joining.first_asked_at if self._joining is not None else promised_at
         before, self._joining = ctx.world, None
-        judge_newcomers(ctx, plan, [failure.rank for failure in self._failures.own])
+        judge_newcomers(ctx, plan, [failure.rank for failure in self._processes.gone])
         ctx.enter(message, asked_at)
-        if self._inventory.has_lost(plan.store):
-            ctx.get_stuck(STORE_GONE)
-        self._inventory.begin_generation(plan.restore_step, plan.store)
-        self._candidates.begin_generation(before)
-        self._failures.begin_generation()
-        self._rehearsing.begin_generation()
+        self._former |= set(before.members) - set(ctx.world.members)
+        for node in {*ctx.world.members, *self._former}:
+            ctx.candidates.pop(node, None)
         self._begin_generation()
         ctx.note()
         for node in plan.lost_nodes:  # whoever lives is not to take the end of this link for a loss
-            ctx.send(node, NodeFailed(self.generation, node, f"counted as lost in generation {self.generation}"))
-        ctx.act(Reconfigure(plan))
+            reason = f"counted as lost in generation {self.generation}"
+            ctx.send(node, messages.NodeFailed(self.generation, node, reason))
+        ctx.act(api.Reconfigure(plan))
 
     def _begin_generation(self) -> None:
         """Make anew the parts that live no longer than a generation."""
-        ctx, inventory, failures = self._ctx, self._inventory, self._failures
+        ctx = self._ctx
         self._processes.begin_generation()
         self._pairing = Pairing(ctx)
         self._coordination = Coordination(ctx, self._pairing)
-        self._swaps = Swaps(ctx, inventory, failures, self._pairing)
-        self._handlers = MessageHandlers(
-            ctx, inventory, failures, self._rehearsing, self._partition, self._pairing, self._coordination, self._swaps
-        )
+        self._swaps = Swaps(ctx, self._processes, self._pairing)
+        self._started = False
+        self._ended: set[NodeId] = set()  # members that have ended the job in an older generation

@@ -1,7 +1,7 @@
 """The coordinator's work between swaps: start the job, commit steps, send spares rehearsing, see a stall, end the job.
 
 Rules of this file: every node keeps the book (it costs nothing), only the coordinator speaks from it; a book lives as
-long as its generation; what has been committed stays so. May import everything of core but the controller and swaps.
+long as its generation; what has been committed stays so.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ BEATS_MAX = 4
 """Per heartbeat interval. With one, a Status about a step would put off the next beat by up to an interval, and what
 members are certain of would lag as much more."""
 STALLS_MAX = 3
-"""Number of stalls, each at most AGAIN_WITHIN_STEPS after the one before, that end the job: going on does not mend
-it."""
+"""Number of stalls, each at most AGAIN_WITHIN_STEPS after the one before, that end the job."""
 
 
 class Coverage:
@@ -37,8 +36,7 @@ class Coverage:
     def __init__(self, world: World) -> None:
         self._world = world
         self._spares = frozenset(world.spares)
-        self.reports = dict.fromkeys(world.members, Report(world.generation))
-        """The newest of each member."""
+        self.reports = dict.fromkeys(world.members, Report(world.generation))  # the newest of each member
 
     def absorb(self, sender: NodeId, report: Report) -> bool:
         """Take in a report. Returns: whether it may change an answer. Costs the same in a job of any size."""
@@ -83,28 +81,22 @@ class Coordination:
     """The book of one generation, and what the coordinator says from it."""
 
     def __init__(self, context: Context, pairing: Pairing) -> None:
-        self._ctx = context
+        self._ctx, self._pairing = context, pairing
         self._ledger = Ledger()
-        self._covers_anew = True
-        """A spare has said something since it was last looked which hosts are covered."""
-        self._has_news = False
-        """The ledger has changed since a step was last looked for that it shows to be committed."""
+        self._contact = Contact(context.world, context.policy.witness)
+        self._coverage = Coverage(context.world)
+        self._has_news = False  # the ledger has changed since a step was last looked for that it shows to be committed
+        self._covers_anew = True  # a spare has said something since it was last looked which hosts are covered
+        self._uncovered: tuple[NodeId, ...] | None = None  # the hosts last said to be; None while nothing is mirrored
         self._ready: set[Rank] = set()
         self._finished: set[Rank] = set()
         self._store = ""
-        self._committed: Step = NO_STEP
-        self._committed_at = context.now
-        self._coverage = Coverage(context.world)
-        self._uncovered: tuple[NodeId, ...] | None = None
-        """The hosts last said to be without a spare that can take them; None while nothing is mirrored."""
-        self._said: Status | None = None
-        self._said_at = self._beat_at = context.now
-        self._contact = Contact(context.world, context.policy.witness)
-        self._moved_at = context.now
-        """When a rank was ready, a process got on or a step was committed, the last time."""
-        self._stalled = False
-        self._pairing = pairing
         self._floor: Step = max(context.plan.restore_step, 0) if context.plan else 0
+        self._committed: Step = NO_STEP
+        self._committed_at = self._said_at = self._beat_at = context.now
+        self._said: Status | None = None
+        self._moved_at = context.now  # when a rank was ready, a process got on or a step was committed, the last time
+        self._stalled = False
 
     @property
     def unready(self) -> tuple[Rank, ...]:
@@ -112,22 +104,24 @@ class Coordination:
         return tuple(rank for rank in range(len(self._ctx.world.node_of)) if rank not in self._ready)
 
     def hear(self, sender: NodeId, report: Report) -> None:
-        """Note that a member lives in this generation, whatever else its report says."""
-        self._contact.hear(sender, report.sent_at, report.heard)
+        """Take in a report of this generation; once that is fenced, only that `sender` lives in it.
 
-    def absorb(self, sender: NodeId, report: Report) -> None:
-        """Take in a report of this generation, before that is fenced. Costs the same in a job of any size, but for
-        steps committed by it."""
-        own = self._ctx.world.ranks_of(sender)
+        Costs the same in a job of any size, but for steps committed by it.
+        """
+        ctx = self._ctx
+        self._contact.hear(sender, report.sent_at, report.heard)
+        if ctx.swapping:
+            return
+        own = ctx.world.ranks_of(sender)
         fresh = {rank for rank in report.ready if rank in own} - self._ready
         if fresh or report.moved > self._coverage.reports[sender].moved:
-            self._moved_at = self._ctx.now
+            self._moved_at = ctx.now
         self._ready |= fresh
         self._finished.update(rank for rank in report.finished if rank in own)
-        self._ctx.learn_checkpoint(report.checkpoint)
+        ctx.learn_checkpoint(report.checkpoint)
         self._has_news = self._ledger.replace(sender, report.holdings) or self._has_news
         self._covers_anew = self._coverage.absorb(sender, report) or self._covers_anew
-        if self._ctx.leads and not self._ctx.swapping:
+        if ctx.leads:
             self._advance()
 
     def tick(self) -> str:
@@ -191,7 +185,7 @@ class Coordination:
             if self._store:
                 ctx.broadcast(Start(ctx.world, self._store))
         if not ctx.training and len(self._ready) == len(ctx.world.node_of):
-            self._began()
+            self._begin_training()
         if self._has_news:
             self._has_news = False
             step = self._ledger.committed(ctx.world, self._committed, ctx.policy.copies)
@@ -220,20 +214,18 @@ class Coordination:
 
     def _say_protection(self) -> None:
         """Say once that every rank's state is mirrored, and whether the job is protected whenever that changes."""
-        uncovered = self._coverage.uncovered()
+        ctx, uncovered = self._ctx, self._coverage.uncovered()
         if uncovered == self._uncovered:
             return
-        spares_left = len(self._ctx.world.spares)
+        spares_left = len(ctx.world.spares)
         if uncovered or self._uncovered is None:
-            on_no_spare = "wait" if self._ctx.policy.wait_for_hosts else "stop"
-            why = self._coverage.why(uncovered)
-            self._ctx.emit(Mirrored(self._committed, uncovered, why, spares_left, on_no_spare))
+            on_no_spare = "wait" if ctx.policy.wait_for_hosts else "stop"
+            ctx.emit(Mirrored(self._committed, uncovered, self._coverage.why(uncovered), spares_left, on_no_spare))
         if not uncovered:
-            self._ctx.emit(Protected(self._committed, spares_left))
+            ctx.emit(Protected(self._committed, spares_left))
         self._uncovered = uncovered
 
-    def _began(self) -> None:
-        """Note that every rank is in training (again)."""
+    def _begin_training(self) -> None:
         ctx = self._ctx
         ctx.begin_training()
         if ctx.begins_at_top:

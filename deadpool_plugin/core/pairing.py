@@ -9,16 +9,16 @@ n-th of one member pairs with the n-th of every other. Three comparisons follow 
   after that.
 Generation 0 is not compared. Nobody has gone back to a cut there, no process is new, and to keep a digest would cost
 each collective of an undisturbed job some microseconds. If it hangs by its script's own fault, all go on in generation
-1 (coordination.py, `stalled`); if it hangs there again, the verdict names the first call.
+1 (coordination.py, `_stall`); if it hangs there again, the verdict names the first call.
 A rank's sum over its groups (`Holding.paired`) is made so that those of all ranks add up to 0 if all digests agree.
 
-Rules of this file: a difference is believed only where both sides are known. May import context, messages and types.
+Rules of this file: a difference is believed only where both sides are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -42,6 +42,14 @@ DTYPES = (
     "complex128", "bool", "float8",
 )  # fmt: skip
 REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+
+PROVED_AFTER = 3
+"""Steps committed in a generation."""
+MISPAIRS = "members of a group issue different collectives"
+_ADVICE_NEWCOMER = (
+    "A new process must issue the same collectives as the others: look for what the script finds out once and keeps"
+)
+_ADVICE = "All ranks of a group must issue the same collectives in the same order: correct the script"
 
 
 class Call(NamedTuple):
@@ -69,7 +77,6 @@ class Call(NamedTuple):
 
 
 def decoded(code: int) -> Call:
-    """The inverse of `Call.encoded`."""
     operation, dtype, reduction = code >> 1 & 31, code >> 6 & 15, code >> 10 & 15
     return Call(OPERATIONS[operation], DTYPES[dtype], code >> 26, REDUCTIONS[reduction], (code >> 14 & 0xFFF) - 1)
 
@@ -90,15 +97,9 @@ def _scattered(value: int) -> int:
     return value ^ value >> 31
 
 
-_ADVICE = {
-    True: "A new process must issue the same collectives as the others: look for what the script finds out once and "
-    "keeps",
-    False: "All ranks of a group must issue the same collectives in the same order: correct the script",
-}
-"""By whether a newcomer differs."""
-PROVED_AFTER = 3
-"""Steps committed in a generation."""
-MISPAIRS = "members of a group issue different collectives"
+# -- differences between members ------------------------------------------------------------------------------------
+
+Member: TypeAlias = tuple[Rank, GroupCalls]
 
 
 class Difference(NamedTuple):
@@ -110,6 +111,32 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         return f"group {self.key}: {self.what}"
+
+
+def differences(
+    ranks: Iterable[RankCalls], unproven: Collection[Rank], ended: Collection[Rank] = ()
+) -> list[Difference]:
+    """Find the differences between each group's members and one of them: one that has proved itself and whose script
+    has `ended`, if there is one."""
+    groups: dict[str, list[Member]] = {}
+    for one in ranks:
+        for calls in one.groups:
+            groups.setdefault(calls.key, []).append((one.rank, calls))
+    found = []
+    for members in groups.values():
+        members.sort(key=lambda member: (member[0] in unproven, member[0] not in ended, member[0]))
+        compared = (first_difference(members[0], one, ended) for one in members[1:])
+        found += [difference for difference in compared if difference is not None]
+    return found
+
+
+def first_difference(one: Member, other: Member, ended: Collection[Rank] = ()) -> Difference | None:
+    """Find the first difference between two members; None if the known calls of both agree.
+
+    Args: ended: ranks whose scripts had ended before their calls were read."""
+    at_end = _at_end(one, other, ended) or _at_end(other, one, ended)
+    found = _at_a_number(one, other) or _at_a_cut(one, other) or at_end
+    return Difference(one[1].key, (one[0], other[0]), found) if found else None
 
 
 def _known(calls: GroupCalls) -> Iterator[tuple[int, int, int]]:
@@ -129,18 +156,15 @@ def _digest_at(calls: GroupCalls, number: int) -> int:
     return digest
 
 
-def first_difference(
-    one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls], ended: Collection[Rank] = ()
-) -> Difference | None:
-    """Find the first difference between two members; None if the known calls of both agree.
-
-    Args: ended: ranks whose scripts had ended before their calls were read."""
+def _at_a_number(one: Member, other: Member) -> str:
+    """Describe the first known collective that differs."""
     (rank, calls), (peer, its) = one, other
     both = min(calls.count, its.count)
-    agree = _digest_at(calls, both) == _digest_at(its, both)  # nearly always, for each of thousands of ranks
-    known = {} if agree else {number: (digest, code) for number, digest, code in _known(calls)}
     found = ""
-    for number, digest, code in () if agree else _known(its):
+    if _digest_at(calls, both) == _digest_at(its, both):  # nearly always, for each of thousands of ranks
+        return found
+    known = {number: (digest, code) for number, digest, code in _known(calls)}
+    for number, digest, code in _known(its):
         if number not in known:
             continue
         if known[number][0] == digest:
@@ -148,12 +172,10 @@ def first_difference(
         # `_known` ends with a digest whose collective is known no more.
         mine, yours = (str(decoded(each)) if each else "one no longer known" for each in (known[number][1], code))
         found = f"collective {number} of rank {rank} was {mine}, of rank {peer} {yours}"
-    if not found:
-        found = _at_cuts(one, other) or _at_end(one, other, ended) or _at_end(other, one, ended)
-    return Difference(calls.key, (rank, peer), found) if found else None
+    return found
 
 
-def _at_cuts(one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls]) -> str:
+def _at_a_cut(one: Member, other: Member) -> str:
     """Describe a difference at the cut of a step, such as one collective too many of the same kind."""
     (rank, calls), (peer, its) = one, other
     cuts = {step: (count, digest) for step, count, digest in calls.cuts}
@@ -165,32 +187,16 @@ def _at_cuts(one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls]) -> st
     return ""
 
 
-def _at_end(one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls], ended: Collection[Rank]) -> str:
+def _at_end(one: Member, other: Member, ended: Collection[Rank]) -> str:
     """Describe what `one` has issued more than `other`, whose script has ended."""
     (rank, calls), (peer, its) = one, other
     if peer not in ended or calls.count <= its.count:
         return ""
-    newest = f", the newest {decoded(calls.recent[-1])}" if calls.recent else ""
-    return (
-        f"rank {rank} has issued {calls.count} collectives{newest}; rank {peer} {its.count}, and its script has ended"
-    )
+    issued = f"{calls.count} collectives" + (f", the newest {decoded(calls.recent[-1])}" if calls.recent else "")
+    return f"rank {rank} has issued {issued}; rank {peer} {its.count}, and its script has ended"
 
 
-def differences(
-    ranks: Iterable[RankCalls], unproven: Collection[Rank], ended: Collection[Rank] = ()
-) -> list[Difference]:
-    """Find the differences between each group's members and one of them: one that has proved itself and whose script
-    has `ended`, if there is one."""
-    groups: dict[str, list[tuple[Rank, GroupCalls]]] = {}
-    for one in ranks:
-        for calls in one.groups:
-            groups.setdefault(calls.key, []).append((one.rank, calls))
-    found = []
-    for members in groups.values():
-        members.sort(key=lambda member: (member[0] in unproven, member[0] not in ended, member[0]))
-        compared = (first_difference(members[0], one, ended) for one in members[1:])
-        found += [difference for difference in compared if difference is not None]
-    return found
+# -- the comparison in one generation -------------------------------------------------------------------------------
 
 
 def judge_newcomers(ctx: Context, plan: SwapPlan, gone: Iterable[Rank]) -> None:
@@ -219,12 +225,10 @@ class Pairing:
         self._asked_at = NEVER
         self._why = ""
         self._ended: frozenset[Rank] = frozenset()
-        self._repeated = False
-        """The newest question was put more than once."""
+        self._repeated = False  # the newest question was put more than once
         self._judged = False
         self._calls: dict[NodeId, tuple[RankCalls, ...]] = {}
-        self.found = False
-        """Somebody differs, and is on its way out; or the job is."""
+        self.found = False  # somebody differs, and is on its way out; or the job is
 
     def ask(self, why: str = "", ended: Collection[Rank] = ()) -> None:
         """Ask all, unless they have been asked, no script has ended since and no newcomer's answer is lacking.
@@ -254,10 +258,8 @@ class Pairing:
     @property
     def answered(self) -> bool:
         """Return whether nothing more is to be expected of those who were asked."""
-        ctx = self._ctx
-        if self._asked_at == NEVER:
-            return False
-        return self._all_answered or ctx.now - self._asked_at >= ctx.timing.silent_after_s
+        asked, waited_s = self._asked_at != NEVER, self._ctx.now - self._asked_at
+        return asked and (self._all_answered or waited_s >= self._ctx.timing.silent_after_s)
 
     @property
     def settled(self) -> bool:
@@ -297,8 +299,8 @@ class Pairing:
                 ctx.act(EndRank(rank, message.reason))
 
     def judge(self) -> None:
-        """Replace the newcomers that differ, once all answers are there; or end the job if that came to
-        nothing before."""
+        """Once all answers are there replace the newcomers that differ, or end the job if that came to nothing
+        before."""
         ctx = self._ctx
         if self._judged or not self.answered:
             return
@@ -317,7 +319,8 @@ class Pairing:
         what = f"{MISPAIRS}: {shown or self._why}"
         if not blamed or again:
             before = f", as before rank(s) {listed(again)} were replaced" if again else ""
-            ctx.stop(f"{what}{before}; no step since {ctx.newest_committed} is kept. {_ADVICE[bool(blamed)]}")
+            advice = _ADVICE_NEWCOMER if blamed else _ADVICE
+            ctx.stop(f"{what}{before}; no step since {ctx.newest_committed} is kept. {advice}")
             return
         ctx.emit(Note(what))
         for rank in sorted(blamed):

@@ -10,12 +10,10 @@ A training connection that breaks though both its ends live is seen to in place:
 If one breaks again before more than two steps were committed, the host that both have in common goes, as above.
 
 Rules of this file: the coordinator judges; a spare is asked to leave, or who does not hear the most others, which stops
-its workers before it is replaced. May import context, messages and types only.
+its workers before it is replaced.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 from .context import Context
 from .events import Note
@@ -24,38 +22,22 @@ from .processes import AGAIN_WITHIN_STEPS
 from .types import Generation, NodeId, Step
 
 
-class _Complaint(NamedTuple):
-    """The committed step when a complaint was made, and since when it is repeated without a newer one."""
-
-    committed: Step
-    since: float
-
-
-class _Broken(NamedTuple):
-    """Between which nodes a training connection broke, and what was committed then."""
-
-    ends: frozenset[NodeId]
-    committed: Step
-
-
 class PartialPartition:
     """The complaints that the coordinator does not share: who does not hear whom. They outlast generations: a newcomer
     that cannot fetch what it is to restore ends each of them."""
 
     def __init__(self, context: Context) -> None:
         self._ctx = context
-        self._complaints: dict[tuple[NodeId, NodeId], _Complaint] = {}
-        self._asked_in: Generation | None = None
-        """In which generation somebody was last asked to leave."""
-        self._told: set[tuple[Generation, frozenset[NodeId]]] = set()
-        """The pairs that people were told of."""
-        self._broken: _Broken | None = None
-        """The training connection that broke last."""
+        self._complaints: dict[tuple[NodeId, NodeId], tuple[Step, float]] = {}
+        """Who does not hear whom: the committed step then, and since when it is repeated without a newer one."""
+        self._asked_in: Generation | None = None  # in which generation somebody was last asked to leave
+        self._told: set[tuple[Generation, frozenset[NodeId]]] = set()  # the pairs that people were told of
+        self._broken: tuple[frozenset[NodeId], Step] | None = None
+        """Between which nodes a training connection broke last, and what was committed then."""
 
     def hear(self, sender: NodeId, node: NodeId) -> None:
         """Note that `sender` does not hear `node`, which we do."""
         ctx, pair = self._ctx, (sender, node)
-        before = self._complaints.get(pair)
         if not ctx.leads or ctx.swapping or self._asked_in == ctx.world.generation:
             return
         told = (ctx.world.generation, frozenset(pair))
@@ -63,9 +45,10 @@ class PartialPartition:
             self._told.add(told)
             text = f"nodes {sender} and {node} cannot reach each other; one of them is asked to leave if no step is"
             ctx.emit(Note(f"{text} committed for {ctx.timing.silent_after_s:g} s and the time of a step"))
-        if before is None or before.committed != ctx.newest_committed:
-            self._complaints[pair] = _Complaint(ctx.newest_committed, ctx.now)
-        elif ctx.now - before.since >= ctx.timing.silent_after_s + ctx.step_s:
+        committed, since = self._complaints.get(pair, (None, ctx.now))
+        if committed != ctx.newest_committed:
+            self._complaints[pair] = (ctx.newest_committed, ctx.now)
+        elif ctx.now - since >= ctx.timing.silent_after_s + ctx.step_s:
             reason = f"nodes {sender} and {node} cannot reach each other, and no step is committed any more"
             self._ask(max(node, sender, key=self._how_dispensable), reason)  # of equals the one complained of
 
@@ -78,14 +61,15 @@ class PartialPartition:
         if not ctx.leads or self._asked_in == ctx.world.generation:
             return ctx.leads
         node = node if node in ctx.world.members else sender
-        now = self._broken = _Broken(frozenset((sender, node)), ctx.newest_committed)
-        if before is None or now.committed - before.committed > AGAIN_WITHIN_STEPS:
+        ends = frozenset((sender, node))
+        self._broken = (ends, ctx.newest_committed)
+        if before is None or ctx.newest_committed - before[1] > AGAIN_WITHIN_STEPS:
             return False
-        common = now.ends & before.ends
-        if now.committed > before.committed and not (common and ctx.world.spares):
+        common = ends & before[0]
+        if ctx.newest_committed > before[1] and not (common and ctx.world.spares):
             return False  # it gets on, and nobody could take the place of who is at fault, or it is not known
-        goes = max(filter((common or now.ends).__contains__, (node, sender)), key=self._how_dispensable)
-        self._ask(goes, f"training connections of node {goes} broke again after step {before.committed} was committed")
+        goes = max(filter((common or ends).__contains__, (node, sender)), key=self._how_dispensable)
+        self._ask(goes, f"training connections of node {goes} broke again after step {before[1]} was committed")
         return True
 
     def _ask(self, goes: NodeId, reason: str) -> None:
@@ -99,5 +83,5 @@ class PartialPartition:
         """Return whether it runs no rank, and how many others it does not hear, or do not hear it, since the newest
         committed step."""
         now, others = self._ctx.newest_committed, self._complaints.items()
-        broken = {frozenset(pair) for pair, made in others if made.committed == now and node in pair}
+        broken = {frozenset(pair) for pair, (committed, _) in others if committed == now and node in pair}
         return node in self._ctx.world.spares, len(broken)

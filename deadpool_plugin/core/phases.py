@@ -1,7 +1,7 @@
 """The phases of one node, and every move between them.
 
 Rules of this file: the table is the truth. A move that it lacks raises and is a bug of ours; each of its moves is made
-by some test; the diagram in core/README.md is made of it. May import nothing.
+by some test; the diagram in core/README.md is made of it.
 """
 
 from __future__ import annotations
@@ -23,47 +23,20 @@ class Phase(Enum):
     ENDED = "has left"
 
 
-_LEAVES = "verdict, or out"
-_FENCES = "asked to promise, or without contact"
+_LEAVES = {Phase.ENDED: "verdict, or out"}
+_FENCES = {Phase.FENCED: "asked to promise, or without contact"}
+_TRAINS = {Phase.TRAINING: "all ranks ready"}
+_DECIDED = {Phase.RESTORING: "decided", Phase.STARTING: "decided, before training"}
+_UNASKED = {Phase.RESTORING: "decided unasked"}
 
 MOVES: Mapping[Phase, Mapping[Phase, str]] = {
-    Phase.OUTSIDE: {
-        Phase.STARTING: "all have met",
-        Phase.JOINING: "met a job that runs",
-        Phase.ENDED: _LEAVES,
-    },
-    Phase.JOINING: {
-        Phase.RESTORING: "decided",
-        Phase.STARTING: "decided, before training",
-        Phase.ENDED: _LEAVES,
-    },
-    Phase.STARTING: {
-        Phase.TRAINING: "all ranks ready",
-        Phase.FENCED: _FENCES,
-        Phase.RESTORING: "decided unasked",
-        Phase.ENDED: _LEAVES,
-    },
-    Phase.RESTORING: {
-        Phase.TRAINING: "all ranks ready",
-        Phase.FENCED: _FENCES,
-        Phase.ENDED: _LEAVES,
-    },
-    Phase.TRAINING: {
-        Phase.FENCED: _FENCES,
-        Phase.RESTORING: "decided unasked",
-        Phase.ENDED: _LEAVES,
-    },
-    Phase.FENCED: {
-        Phase.RESTORING: "decided",
-        Phase.STARTING: "decided, before training",
-        Phase.WAITING: "no spare is left",
-        Phase.ENDED: _LEAVES,
-    },
-    Phase.WAITING: {
-        Phase.RESTORING: "decided",
-        Phase.STARTING: "decided, before training",
-        Phase.ENDED: _LEAVES,
-    },
+    Phase.OUTSIDE: {Phase.STARTING: "all have met", Phase.JOINING: "met a job that runs", **_LEAVES},
+    Phase.JOINING: _DECIDED | _LEAVES,
+    Phase.STARTING: _TRAINS | _FENCES | _UNASKED | _LEAVES,
+    Phase.RESTORING: _TRAINS | _FENCES | _LEAVES,
+    Phase.TRAINING: _FENCES | _UNASKED | _LEAVES,
+    Phase.FENCED: _DECIDED | {Phase.WAITING: "no spare is left"} | _LEAVES,
+    Phase.WAITING: _DECIDED | _LEAVES,
     Phase.ENDED: {},
 }
 

@@ -2,7 +2,7 @@
 
 Rules of this file: one task a local slot, the newest counts; a rehearsal that fails is ordered again, at once and then
 after pauses that double, as often within the same time as a lost process is replaced; then the node gives up. What
-fails for want of a source that is lost does not count. May import everything of core but the controller's other parts.
+fails for want of a source that is lost does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from .context import Context
 from .events import SpareReady
 from .messages import Rehearse
 from .policy import Budget
-from .processes import Failures, Inventory
 from .types import NEVER, NodeId, Rank
 
 REASON_MAX = 200
@@ -31,37 +30,37 @@ class _Task(NamedTuple):
 class Rehearsing:
     """The tasks of one spare."""
 
-    def __init__(self, context: Context, inventory: Inventory, failures: Failures) -> None:
-        self._ctx, self._inventory, self._failures = context, inventory, failures
+    def __init__(self, context: Context) -> None:
+        self._ctx = context
+        self.rehearsed: dict[int, Rank] = {}
+        self.able = False  # all that this node was told to rehearse is rehearsed, and nothing has failed since
+        self.unable = ""  # why it could not take over, "" if nothing speaks against it
         self._tasks: dict[int, _Task] = {}
         self._attempts = Budget(context.policy.restarts_max, context.policy.restarts_window_s)
-        self._failed = 0
-        """Attempts that have come to nothing within the window."""
+        self._failed = 0  # attempts that have come to nothing within the window
         self._failed_at = NEVER
         self._retry_at: dict[int, float] = {}
-        self._able_at: float | None = None
-        """A spare that has failed before is able only if it has not failed again until then."""
-        self._doubted = False
-        """The current rehearsal is of no use."""
+        self._able_at: float | None = None  # who has failed before is able only if it has not failed again until then
+        self._doubted = False  # the current rehearsal is of no use
 
     def ordered(self, message: Rehearse) -> None:
-        ctx = self._ctx
+        ctx, slot = self._ctx, message.local_slot
         if message.generation != ctx.world.generation or ctx.swapping or ctx.node not in ctx.world.spares:
             return
-        slot, task = message.local_slot, _Task(message.rank, ctx.world.node_of[message.rank])
-        if self._inventory.rehearsed.get(slot) != message.rank and self._tasks.get(slot) != task:
+        task = _Task(message.rank, ctx.world.node_of[message.rank])
+        if self.rehearsed.get(slot) != message.rank and self._tasks.get(slot) != task:
             self._start(slot, task)
 
     def _start(self, slot: int, task: _Task) -> None:
         self._tasks[slot] = task
         self._doubted = False
         self._retry_at.pop(slot, None)
-        self._inventory.rehearsed.pop(slot, None)
+        self.rehearsed.pop(slot, None)
         self._ctx.act(StartRehearsal(slot, task.rank, task.source))
 
     def done(self, slot: int, rank: Rank) -> None:
-        if self._inventory.rehearsed.get(slot) != rank:
-            self._inventory.rehearsed[slot] = rank
+        if self.rehearsed.get(slot) != rank:
+            self.rehearsed[slot] = rank
             self._retry_at.pop(slot, None)
             if self._is_ready:
                 self._able_at = self._ctx.now + self._pause_s
@@ -72,7 +71,7 @@ class Rehearsing:
     def _is_ready(self) -> bool:
         """Return whether all that this node was told to rehearse is rehearsed."""
         wanted = {slot: task.rank for slot, task in self._tasks.items()}
-        return self._ctx.node in self._ctx.world.spares and bool(wanted) and self._inventory.rehearsed == wanted
+        return self._ctx.node in self._ctx.world.spares and bool(wanted) and self.rehearsed == wanted
 
     @property
     def _pause_s(self) -> float:
@@ -81,53 +80,50 @@ class Rehearsing:
 
     def tick(self) -> None:
         """Begin what was put off, and believe a spare that has not failed again."""
-        if not self._retry_at and self._able_at is None:
-            return
         ctx = self._ctx
         for slot in [slot for slot, at in self._retry_at.items() if ctx.now >= at]:
-            task = self._tasks.pop(slot)
-            del self._retry_at[slot]
-            source = ctx.world.node_of[task.rank]
-            if not (ctx.swapping or self._is_lost(source)):  # else it is the next generation's
-                self._start(slot, _Task(task.rank, source))
-        if self._able_at is None or ctx.now < self._able_at or not self._is_ready:
-            return
-        self._able_at = None
-        if not self._doubted:
-            self._set_able(True)
-            ctx.emit(SpareReady(ctx.node, tuple(self._tasks[slot].rank for slot in sorted(self._tasks))))
+            self._start_again(slot)
+        if self._able_at is not None and ctx.now >= self._able_at and self._is_ready:
+            self._able_at = None
+            if not self._doubted:
+                self._set_able(True)
+                ctx.emit(SpareReady(ctx.node, tuple(self._tasks[slot].rank for slot in sorted(self._tasks))))
 
     def _set_able(self, able: bool, unable: str = "") -> None:
-        self._inventory.able, self._inventory.unable = able, unable[:REASON_MAX]
+        self.able, self.unable = able, unable[:REASON_MAX]
         self._ctx.note()
 
-    def unable(self, reason: str) -> None:
+    def doubt(self, reason: str) -> None:
         """Note that the rehearsal is of no use, and that another attempt would be of none either."""
         self._set_able(False, reason)
         self._doubted = True
 
     def failed(self, slot: int, rank: Rank, reason: str) -> None:
-        """Order it again; while fenced leave that to the next generation, whose nodes may be other ones."""
         ctx, task = self._ctx, self._tasks.get(slot)
         if task is not None and task.rank != rank:
             return  # of a task that has been overtaken
         is_fault = task is None or not self._is_lost(task.source)
         if task is None or (is_fault and not self._attempts.spend(slot, ctx.now)):
-            self._failures.give_up(f"rehearsal of rank {rank} failed: {reason}")
+            ctx.resign(f"rehearsal of rank {rank} failed: {reason}")
             return
         self._able_at = None
-        self._inventory.rehearsed.pop(slot, None)
+        self.rehearsed.pop(slot, None)
         ctx.note()
-        if is_fault:  # one more within the window
+        if is_fault:
             recent = ctx.now - self._failed_at < ctx.policy.restarts_window_s
             self._failed, self._failed_at = self._failed + 1 if recent else 1, ctx.now
             self._set_able(False, f"rank {rank}: {reason}")
+        self._start_again(slot, self._pause_s if is_fault else 0.0)
+
+    def _start_again(self, slot: int, pause_s: float = 0.0) -> None:
+        """Order it again; while fenced leave that to the next generation, whose nodes may be other ones."""
+        ctx, task = self._ctx, self._tasks.pop(slot)
+        self._retry_at.pop(slot, None)
         source = ctx.world.node_of[task.rank]
         if ctx.swapping or self._is_lost(source):
-            self._retry_at.pop(slot, None)
-            del self._tasks[slot]
-        elif is_fault and self._pause_s > 0.0:
-            self._retry_at[slot] = ctx.now + self._pause_s
+            return
+        if pause_s > 0.0:
+            self._tasks[slot], self._retry_at[slot] = task, ctx.now + pause_s
         else:
             self._start(slot, _Task(task.rank, source))
 
@@ -140,6 +136,6 @@ class Rehearsing:
         if ctx.node not in ctx.world.spares or ctx.begins_at_top:
             self._tasks.clear()
             self._retry_at.clear()
-            self._inventory.rehearsed.clear()
+            self.rehearsed.clear()
         if ctx.node not in ctx.world.spares:
             self._set_able(False)

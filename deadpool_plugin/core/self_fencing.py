@@ -10,7 +10,6 @@ The workers go on if nobody has replaced the node; one that is a majority by its
 Rules of this file: times of two nodes are never compared. Each goes to the other node and comes back with an answer, so
 a message that was long under way, or a node that slept, proves no more than it should.
 Source: Gray and Cheriton, Leases (SOSP 1989); a leader's lease as in Raft (Ongaro's thesis, 6.4.1).
-May import api, context, events, membership and types only.
 """
 
 from __future__ import annotations

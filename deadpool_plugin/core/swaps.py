@@ -1,36 +1,48 @@
-"""When a swap is due: a node is lost, a rank has no process, a host wants to join.
+"""A swap: when one is due, and round after round until a plan is decided, or none can be.
 
 Rules of this file: the lowest living member proposes, everybody else tells it what it knows; below a majority nobody
-proposes. Once this generation is fenced it must come to an end, whatever has become of the reason. A loss that the plan
-does not cover is the next generation's. proposer.py and voter.py do the rest.
-May import everything of core but the controller and coordination.
+proposes. Once this generation is fenced it must come to an end, whatever has become of the reason. A round needs the
+promise of every member not counted as lost, so that its plan knows everything that survives; who does not answer in
+time is lost and the round is repeated, a bounded number of times. A plan a former round may have decided is proposed
+again, as it is: whom it names and who is dead by now is the next generation's loss, as is any that a plan lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from .api import Claim, Look
 from .context import Context
-from .events import NodeLost, Note
-from .messages import NodeFailed, Report
+from .events import HostJoined, NodeLost, Note, StepsUndone, SwapPlanned, Unprotected, WaitingForHost
+from .ledger import Ledger
+from .membership import Proposal, is_half, is_quorum
+from .messages import Accepted, Decided, NodeFailed, Promise, Propose, Refused, Report
 from .pairing import Pairing
-from .processes import Failures, Inventory
-from .proposer import Proposer, described
-from .types import NEVER, NodeId
+from .planning import NoSpare, Situation, plan_swap
+from .processes import Processes
+from .types import NEVER, NO_STEP, Ballot, NodeId, Rank, SwapPlan, Unrecoverable, listed
 from .voter import Voter
+
+ROUNDS_MAX = 64
+RIVAL_INTERVALS = 4
+"""Heartbeat intervals a refused proposer waits for its rival's decision."""
 
 
 class Swaps:
     """The swap out of one generation, if there is one; a new object for each generation."""
 
-    def __init__(self, context: Context, inventory: Inventory, failures: Failures, pairing: Pairing) -> None:
-        self._ctx, self._failures, self._pairing = context, failures, pairing
-        self.voter = Voter(context, inventory, failures)
-        self.proposer = Proposer(context, self.voter.acceptor)
+    def __init__(self, context: Context, processes: Processes, pairing: Pairing) -> None:
+        self._ctx, self._processes, self._pairing = context, processes, pairing
+        self.voter = Voter(context, processes)
+        self.proposal: Proposal | None = None
+        self._rounds = self._round_seen = 0
+        self._retry_at = self._look_at = context.now
         self._announced: set[NodeId] = set()
-        self._told: set[tuple[NodeId, NodeId]] = set()
+        self._told: set[tuple[NodeId, NodeId]] = set()  # to which coordinator, about whom
         self._is_stuck = False
         self._asked_at = NEVER
+
+    # -- when a swap is due ---------------------------------------------------------------------------------------
 
     def stuck(self, node: NodeId, reason: str) -> None:
         """Note what `node` says: this generation cannot go on as it is."""
@@ -43,31 +55,32 @@ class Swaps:
 
         Returns: whether this node may have come into another phase by it.
         """
-        ctx, suspects = self._ctx, self._ctx.suspects
+        ctx, suspects, proposal = self._ctx, self._ctx.suspects, self.proposal
         if suspects and not ctx.can_decide_without(suspects):
             self._without_quorum(suspects)
             return True
         self._asked_at = NEVER
         if not ctx.leads:
-            if suspects:
-                self._tell(suspects)
-            return False
-        if not self._is_due(suspects):
-            return self.proposer.reconsider()
-        self._announce(suspects)
-        if ctx.unproven:  # a process that complains may have been answered by one that issues something else
-            self._pairing.ask()
-        self.proposer.begin_round(suspects)
-        return True
+            self._tell(suspects)
+        elif self._is_due(suspects):
+            self._announce(suspects)
+            if ctx.unproven:  # a process that complains may have been answered by one that issues something else
+                self._pairing.ask()
+            self._begin_round(suspects)
+            return True
+        elif proposal is not None and proposal.waits_with is not None and proposal.waits_with != ctx.joinable:
+            self._propose(proposal)  # again, with the hosts that have asked by now
+            return True
+        return False
 
     def _is_due(self, suspects: Mapping[NodeId, str]) -> bool:
-        ctx, proposal = self._ctx, self.proposer.proposal
-        if ctx.now < self.proposer.retry_at:
+        ctx = self._ctx
+        if ctx.now < self._retry_at:
             return False
-        if proposal is not None:
-            return proposal.is_outdated(suspects)
+        if self.proposal is not None:
+            return self.proposal.is_outdated(suspects)
         if not suspects:
-            due = self._failures.any or self._is_stuck or ctx.swapping
+            due = self._processes.any_gone or self._is_stuck or ctx.swapping
             return due or (ctx.training and bool(ctx.joinable))
         if not all(ctx.is_silent(node) for node in suspects):
             return True
@@ -95,7 +108,7 @@ class Swaps:
         if 2 * len(living) < len(members):
             ctx.fence(what)
         else:
-            ctx.give_up(f"{what} (a tie: half is enough only with a `witness`)", ctx.lost_ranks())
+            ctx.give_up(f"{what} (a tie: half is enough only with a `witness`)")
 
     def _tell(self, suspects: Mapping[NodeId, str]) -> None:
         """Tell the coordinator our own evidence, once (and again if we insist)."""
@@ -121,18 +134,208 @@ class Swaps:
 
     def bring_up_to_date(self, node: NodeId) -> None:
         """Tell `node`, which speaks of an older generation, what was decided and what is being asked since."""
-        ctx, proposal = self._ctx, self.proposer.proposal
+        ctx, proposal = self._ctx, self.proposal
         if ctx.decided is not None:
             ctx.send(node, ctx.decided)
         if proposal is not None and proposal.plan is None and proposal.is_missing(ctx.world, node):
             ctx.send(node, proposal.prepare())
 
+    # -- from promises to a plan ----------------------------------------------------------------------------------
+
+    def _begin_round(self, suspects: Mapping[NodeId, str]) -> None:
+        ctx, promised = self._ctx, self.voter.acceptor.promised
+        self._rounds += 1
+        if self._rounds > ROUNDS_MAX:
+            ctx.fence(f"no agreement within {ROUNDS_MAX} rounds")
+            return
+        self._round_seen = max(self._round_seen, promised.round if promised is not None else 0) + 1
+        ballot = Ballot(ctx.world.generation + 1, self._round_seen, ctx.node)
+        silent = tuple(node for node in suspects if ctx.is_silent(node))
+        deadline = ctx.now + ctx.timing.phase_timeout_s
+        if not ctx.watch.unheard <= suspects.keys():  # it may link up still, and wait for a host that stands still
+            deadline = max(deadline, ctx.formed_at + ctx.timing.linking_s)
+        self.proposal = Proposal(ballot, dict(suspects), deadline, silent)
+        ctx.broadcast(self.proposal.prepare())
+
+    def promise(self, sender: NodeId, message: Promise) -> None:
+        proposal = self.proposal
+        if proposal is None or proposal.ballot != message.ballot or proposal.plan is not None:
+            return
+        proposal.promises[sender] = message
+        self._ctx.learn(message)
+        if proposal.is_complete(self._ctx.world):
+            self._propose(proposal)
+
+    def _propose(self, proposal: Proposal) -> None:
+        ctx = self._ctx
+        promises = {node: promise for node, promise in proposal.promises.items() if node not in proposal.lost}
+        failed = {failure.rank: failure for promise in promises.values() for failure in promise.failed}
+        raised = [failure for _, failure in sorted(failed.items()) if failure.exit_code > 0]
+        if raised and len(failed) == len(ctx.world.node_of):  # an error that no rank was spared is the user's
+            ctx.stop(f"every rank failed: {raised[0].reason}", raised[0].exit_code)
+            return
+        plan = proposal.inherited() or self._plan(proposal, promises, failed)
+        if isinstance(plan, NoSpare):
+            plan = plan.verdict
+            if ctx.policy.wait_for_hosts:  # everyone has said what it holds: that stays true for as long as it takes
+                proposal.waits_with = ctx.joinable
+                if not ctx.waiting:
+                    ctx.wait_for_host()
+                    ctx.emit(WaitingForHost(f"{described(proposal.lost)}; {plan.reason}"))
+                return
+        if isinstance(plan, Unrecoverable):
+            ctx.learn_committed(plan.newest_committed)
+            self._stop(proposal, plan.reason, plan.lost_ranks)
+        elif plan.store or plan.restore_step == NO_STEP:
+            if proposal.claim is not None:
+                return  # the witness is being asked
+            if self._needs_witness(proposal):
+                self._restart_phase(proposal)
+                proposal.claim = plan
+                ctx.act(Claim(plan))
+            else:
+                self._ask_to_accept(proposal, plan)
+        elif proposal.waits_with is not None:
+            self._restart_phase(proposal)
+
+    def _plan(
+        self, proposal: Proposal, promises: Mapping[NodeId, Promise], failed: Collection[Rank]
+    ) -> SwapPlan | NoSpare | Unrecoverable:
+        ctx = self._ctx
+        # A replacement of the last swap has no calls from before its restore step: the job can go back no further.
+        oldest = ctx.plan.restore_step if ctx.plan is not None else 0
+        case = Situation(
+            world=ctx.world,
+            ledger=Ledger({node: [h for h in one.holdings if h.step >= oldest] for node, one in promises.items()}),
+            lost=proposal.lost,
+            stores={node: promise.store for node, promise in promises.items()},
+            newest_committed=ctx.newest_committed,
+            lost_ranks=tuple(sorted(failed)),
+            joined=ctx.joinable,
+            may_start_over=not ctx.has_trained and ctx.newest_committed == NO_STEP,
+            copies=ctx.policy.copies,
+            racks=ctx.candidates,
+            able=tuple(node for node, promise in promises.items() if promise.able),
+        )
+        return plan_swap(case)
+
+    def _restart_phase(self, proposal: Proposal) -> None:
+        proposal.waits_with, proposal.deadline = None, self._ctx.now + self._ctx.timing.phase_timeout_s
+
+    def _needs_witness(self, proposal: Proposal) -> bool:
+        """Return whether those who have promised are half only."""
+        return self._ctx.policy.witness and not is_quorum(self._ctx.world, proposal.promises, witness=True)
+
+    def claimed(self, plan: SwapPlan) -> None:
+        """Propose the witness's plan, the only one a half may: that of an earlier attempt, or of the other half."""
+        proposal = self.proposal
+        if proposal is None or proposal.plan is not None or plan.world.generation != proposal.ballot.generation:
+            return
+        if proposal.claim is None and proposal.waits_with is None:
+            return
+        if plan != proposal.claim and proposal.inherited() is not None:
+            self._ctx.give_up("the witness keeps another plan than the one that was accepted here")
+            return
+        proposal.claimed = True
+        self._ask_to_accept(proposal, plan)
+
+    def _stop(self, proposal: Proposal, reason: str, lost_ranks: tuple[Rank, ...]) -> None:
+        self._ctx.stop("; ".join(filter(None, (described(proposal.lost), reason))), lost_ranks=lost_ranks)
+
+    # -- from a plan to a decision --------------------------------------------------------------------------------
+
+    def _ask_to_accept(self, proposal: Proposal, plan: SwapPlan) -> None:
+        proposal.plan = plan
+        self._restart_phase(proposal)
+        self._ctx.broadcast(Propose(proposal.ballot, plan))
+
+    def accepted(self, sender: NodeId, message: Accepted) -> None:
+        ctx, proposal = self._ctx, self.proposal
+        if proposal is None or proposal.plan is None or proposal.ballot != message.ballot:
+            return
+        proposal.accepted.add(sender)
+        enough = is_quorum(ctx.world, proposal.accepted, ctx.policy.witness)
+        if not enough and not (proposal.claimed and is_half(ctx.world, proposal.accepted)):
+            return
+        decided, self.proposal = Decided(proposal.plan, proposal.ballot), None
+        self._announce_plan(decided.plan, proposal.promises)
+        for node in (*ctx.world.members, *decided.plan.joined):
+            ctx.send(node, decided)
+
+    def _announce_plan(self, plan: SwapPlan, promises: Mapping[NodeId, Promise]) -> None:
+        """Say what was decided, and which committed steps are done again if more was lost than `copies` cover."""
+        ctx, step = self._ctx, self._ctx.newest_committed
+        moved = zip(ctx.world.node_of, plan.world.node_of, strict=True)
+        takers: dict[str, object] = {str(lost): taker for lost, taker in moved if lost != taker}
+        took_s = ctx.now - ctx.swap_since
+        ctx.emit(SwapPlanned(plan.restore_step, plan.lost_nodes, plan.lost_ranks, plan.joined, takers, took_s))
+        for node in plan.joined:
+            ctx.emit(HostJoined(node))
+        if len(plan.world.members) == 1:
+            ctx.emit(Unprotected("no other host is left to hold snapshots; to do: deadpool join"))
+        elif plan.restore_step != NO_STEP:
+            ctx.emit(Unprotected(f"snapshots of step {plan.restore_step} are not all mirrored again yet"))
+        if plan.restore_step < step:
+            alive = [node for node in promises if node not in plan.lost_nodes]
+            ranks = Ledger({node: promises[node].holdings for node in alive}).missing(ctx.world, step, alive)
+            reason = f"that step {step} had been committed was learned after the plan was made"
+            if ranks:
+                reason = f"no node that is left holds the snapshot of step {step} of rank(s) {listed(ranks)}"
+            ctx.emit(StepsUndone(plan.restore_step + 1, step, reason))
+
+    def refused(self, message: Refused) -> None:
+        """Try again above whoever proposed above us, unless it is decided by then.
+
+        If it is one we count as lost it may count us as lost: give it the time to win, else both of us lose.
+        """
+        ctx = self._ctx
+        if self.proposal is not None and self.proposal.ballot == message.ballot:
+            self._round_seen = max(self._round_seen, message.promised.round)
+            self.proposal = None
+            rival = message.promised.node in ctx.watch.evidence
+            self._retry_at = ctx.now + (RIVAL_INTERVALS * ctx.timing.heartbeat_interval_s if rival else 0.0)
+
+    # -- deadlines ------------------------------------------------------------------------------------------------
+
+    def excuse_pause(self, gap_s: float) -> None:
+        if self.proposal is not None:
+            self.proposal.deadline += gap_s
+
     def tick(self) -> None:
         """Look at the deadlines. A coordinator that waits for a host suspends everybody's."""
         ctx = self._ctx
         self.voter.tick()
-        if self.proposer.proposal is not None:
-            self.proposer.expire(self.proposer.proposal)
+        if self.proposal is not None:
+            self._expire(self.proposal)
         limit_s = ctx.timing.decision_timeout_s
         if not ctx.ended and ctx.swapping and ctx.now - ctx.patient_since >= limit_s:
             ctx.fence(f"no decision about generation {ctx.world.generation + 1} within {limit_s:g} s")
+
+    def _expire(self, proposal: Proposal) -> None:
+        """Go on without those who have not answered once the phase's deadline, if it has one, is over."""
+        ctx = self._ctx
+        if proposal.waits_with is not None:
+            # While half of the members wait for a host the others may go on without them; the witness would know.
+            if self._needs_witness(proposal) and proposal.claim is None and ctx.now >= self._look_at:
+                self._look_at = ctx.now + ctx.timing.silent_after_s
+                ctx.act(Look(proposal.ballot.generation))
+            return
+        if ctx.now < proposal.deadline:
+            return
+        missing = proposal.missing(ctx.world)
+        phase, limit = "Prepare" if proposal.plan is None else "Propose", f"within {ctx.timing.phase_timeout_s:g} s"
+        for node in missing:
+            if node != ctx.node:
+                linking = f"since the hosts met, {ctx.now - ctx.formed_at:.0f} s ago"
+                when = linking if node in ctx.watch.unheard else limit
+                ctx.suspect(node, f"no answer to {phase} {when}", silent=True)
+        if missing or proposal.plan is not None:
+            self.proposal = None
+        elif proposal.claim is not None:
+            ctx.give_up(f"the witness has not answered {limit}, and half cannot decide alone")
+        else:
+            self._stop(proposal, "no surviving node offers a store to build groups over", ctx.lost_ranks)
+
+
+def described(suspects: Mapping[NodeId, str]) -> str:
+    return "; ".join(f"node {node} was lost ({reason})" for node, reason in suspects.items())

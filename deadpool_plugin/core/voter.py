@@ -1,7 +1,7 @@
 """A member's vote in a swap: fence first, then promise what one holds, then accept.
 
 Rules of this file: whoever is counted as lost and still speaks is told so and leaves; a promise is sent again when what
-it carries changes. See membership.py for the votes. May import everything of core but the controller's other parts.
+it carries changes. See membership.py for the votes.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 from .context import Context, ReportedSuspects
 from .membership import Acceptor
 from .messages import Accepted, NodeFailed, Prepare, Promise, Propose, Refused, Report
-from .processes import Failures, Inventory
+from .processes import Processes
 from .types import NEVER, Ballot, NodeId
 
 
 class Voter:
     """The voter's part of the swap out of one generation."""
 
-    def __init__(self, context: Context, inventory: Inventory, failures: Failures) -> None:
-        self._ctx, self._inventory, self._failures = context, inventory, failures
+    def __init__(self, context: Context, processes: Processes) -> None:
+        self._ctx, self._processes = context, processes
         self.acceptor = Acceptor()
+        self.promised_at: dict[Ballot, float] = {}
+        """When this node first promised each ballot. What was decided by one was decided later: nobody proposes before
+        all have promised. (An acceptance may come when a majority has long accepted.)"""
         self._postponed: dict[NodeId, Prepare] = {}
         self._excused_at = NEVER
-        self._promised_at: dict[Ballot, float] = {}
 
     def prepare(self, sender: NodeId, message: Prepare) -> None:
         ctx = self._ctx
@@ -77,15 +79,15 @@ class Voter:
             promise = Promise(
                 ballot=promised,
                 accepted=self.acceptor.accepted,
-                holdings=self._inventory.holdings,
-                store=self._inventory.store,
-                failed=self._failures.own,
+                holdings=self._processes.holdings,
+                store=self._processes.store,
+                failed=self._processes.gone,
                 committed=ctx.newest_committed,
-                able=bool(self._inventory.rehearsed),
+                able=bool(self._processes.rehearsing.rehearsed),
                 training=ctx.has_trained,
                 checkpoint=ctx.checkpoint,
             )
-            self._promised_at.setdefault(promised, ctx.now)
+            self.promised_at.setdefault(promised, ctx.now)
             ctx.send(promised.node, promise)
 
     def propose(self, sender: NodeId, message: Propose) -> None:
@@ -99,14 +101,6 @@ class Voter:
             ctx.send(sender, Accepted(message.ballot))
         else:
             self._refuse(sender, message.ballot)
-
-    def promised_at(self, ballot: Ballot) -> float:
-        """The time at which this node first promised `ballot`, NEVER if it has not.
-
-        What was decided by it was decided later: nobody proposes before all have promised. (An acceptance may come when
-        a majority has long accepted.)
-        """
-        return self._promised_at.get(ballot, NEVER)
 
     def _refuse(self, sender: NodeId, ballot: Ballot) -> None:
         if self.acceptor.promised is not None:

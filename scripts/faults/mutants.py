@@ -60,21 +60,21 @@ MUTANTS = (
     ),
     Mutant(
         "complaint-said-once", "core/controller.py",
-        "if event.silent and event.node in ctx.watch.silent:", "if False:",
+        "if event.silent and node in ctx.watch.silent:", "if False:",
         "a job whose nodes cannot mirror to each other any more waits for ever",
     ),
     Mutant(
-        "decided-by-one", "core/proposer.py",
+        "decided-by-one", "core/swaps.py",
         "enough = is_quorum(ctx.world, proposal.accepted, ctx.policy.witness)", "enough = True",
         "one acceptance decides",
     ),
     Mutant(
-        "plan-before-all-promised", "core/proposer.py",
+        "plan-before-all-promised", "core/swaps.py",
         "if proposal.is_complete(self._ctx.world):", "if is_quorum(self._ctx.world, proposal.promises):",
         "the plan, or the verdict, does not know all that survives",
     ),
     Mutant(
-        "accepted-plan-not-inherited", "core/proposer.py",
+        "accepted-plan-not-inherited", "core/swaps.py",
         "plan = proposal.inherited() or self._plan(", "plan = self._plan(",
         "what an earlier proposer may have decided is decided otherwise",
     ),
@@ -95,7 +95,7 @@ MUTANTS = (
         "what a promise says this node holds may change behind it",
     ),
     Mutant(
-        "witness-not-asked", "core/proposer.py",
+        "witness-not-asked", "core/swaps.py",
         "if self._needs_witness(proposal):", "if False:",
         "half of the members go on, or cannot, without the witness",
     ),
@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "undone-snapshots-kept", "core/processes.py",
-        "self._held = {key: holding for key, holding in self._held.items() if key[1] <= restore_step}", "pass",
+        "self._held = {key: holding for key, holding in self._held.items() if key[1] <= plan.restore_step}", "pass",
         "steps that were undone count as held",
     ),
     Mutant(
@@ -130,7 +130,7 @@ MUTANTS = (
         "a voter that may not promise yet is taken for lost by who asks it",
     ),
     Mutant(
-        "unaware-in-silence", "core/message_handlers.py",
+        "unaware-in-silence", "core/controller.py",
         "            if not ctx.leads:\n", "            if False:\n",
         "a node that does not know yet that it leads is taken for lost",
     ),
@@ -141,11 +141,11 @@ MUTANTS = (
     ),
     Mutant(
         "store-used-twice", "core/processes.py",
-        "        self.consume(used_store)\n", "",
+        "        self.consume(plan.store)\n", "",
         "groups are to be built over a store that was built upon before",
     ),
     Mutant(
-        "behind-the-newcomer", "core/proposer.py",
+        "behind-the-newcomer", "core/swaps.py",
         "oldest = ctx.plan.restore_step if ctx.plan is not None else 0", "oldest = 0",
         "a process is asked to redo calls from before it took over",
     ),
@@ -170,7 +170,7 @@ MUTANTS = (
         "a step that was undone counts as committed in the next plan",
     ),
     Mutant(
-        "committed-of-an-older-generation", "core/message_handlers.py",
+        "committed-of-an-older-generation", "core/controller.py",
         "if message.generation != ctx.world.generation or sender in ctx.watch.evidence:",
         "if sender in ctx.watch.evidence:",
         "the gate is opened by a word of a history that did not happen",
@@ -182,7 +182,7 @@ MUTANTS = (
     ),
     Mutant(
         "failure-not-promised", "core/voter.py",
-        "failed=self._failures.own,", "failed=(),",
+        "failed=self._processes.gone,", "failed=(),",
         "a plan does not name the ranks that have no process",
     ),
     Mutant(

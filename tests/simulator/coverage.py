@@ -64,7 +64,7 @@ def state_of(controller: Controller) -> str:
     if phase in ALONE:
         return phase.name
     proposing, leading, standing_by, member = NAMES[phase._name_]
-    if controller._swaps.proposer.proposal is not None:
+    if controller._swaps.proposal is not None:
         return proposing
     if controller._watching is not None and controller._watching[1] == context.node:
         return leading

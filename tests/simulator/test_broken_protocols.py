@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deadpool_plugin.core import ledger, proposer, voter
+from deadpool_plugin.core import ledger, swaps, voter
 from simulator import worker
 from simulator.campaign import outcomes
 from simulator.schedule import Ranges
@@ -17,7 +17,7 @@ def without_the_gate(patch) -> None:
 
 
 def decided_by_one_acceptance(patch) -> None:
-    patch.setattr(proposer, "is_quorum", lambda world, nodes, witness=False: bool(nodes))
+    patch.setattr(swaps, "is_quorum", lambda world, nodes, witness=False: bool(nodes))
 
 
 def promised_before_the_fence(patch) -> None:

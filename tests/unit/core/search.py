@@ -94,7 +94,7 @@ class Controllers:
             self._numbers[value] = len(self._pickles)
             self._pickles.append(pickle.dumps(controller))
             ctx = controller._ctx
-            self.views.append(View(ctx.world.generation, ctx.swapping, controller._inventory.holdings))
+            self.views.append(View(ctx.world.generation, ctx.swapping, controller._processes.holdings))
         return self._numbers[value]
 
     def step(self, number: int, event: api.Input, now: float) -> tuple[int, tuple[api.Action, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from deadpool_plugin.core import proposer
+from deadpool_plugin.core import swaps
 from deadpool_plugin.core.ledger import Ledger, RestorePoint
 from deadpool_plugin.core.placement import buddies_of
 from deadpool_plugin.core.types import Holding, World
@@ -57,7 +57,7 @@ def test_two_faults_at_any_time(world, losses, cuts, overtakings):
 
 
 def test_a_decision_without_a_majority_is_found(monkeypatch):
-    monkeypatch.setattr(proposer, "is_quorum", lambda world, nodes, witness: True)
+    monkeypatch.setattr(swaps, "is_quorum", lambda world, nodes, witness: True)
     with pytest.raises(Violation, match="ONE_WORLD_PER_GENERATION|RESTORABLE|wrong verdict"):
         searched(THREE_AND_ONE, 1, 1, 0, states_max=30_000)
 

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from deadpool_plugin.config import Config
 from deadpool_plugin.core.policy import Budget, Timing
-from deadpool_plugin.core.proposer import RIVAL_INTERVALS
+from deadpool_plugin.core.swaps import RIVAL_INTERVALS
 
 README = Path(__file__).resolve().parents[3] / "deadpool_plugin" / "core" / "README.md"
 ROW = re.compile(r"^\| (.+?) \| ([0-9.]*) ?P(?:/(\d+))? \| .+ \|$", re.MULTILINE)

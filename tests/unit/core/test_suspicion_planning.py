@@ -1,4 +1,4 @@
-"""Suspicion, planning and inventory: tables."""
+"""Suspicion and planning: tables; and what a node says that it holds and offers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import pytest
 from support import expect
 
 from deadpool_plugin import errors
-from deadpool_plugin.core import types
+from deadpool_plugin.core import api, types
+from deadpool_plugin.core.context import Context
 from deadpool_plugin.core.ledger import Ledger
-from deadpool_plugin.core.messages import Report
+from deadpool_plugin.core.messages import Decided, Report
 from deadpool_plugin.core.planning import NoSpare, Situation, plan_swap
-from deadpool_plugin.core.policy import Timing
-from deadpool_plugin.core.processes import Inventory
+from deadpool_plugin.core.policy import Policy, Timing
+from deadpool_plugin.core.processes import STORE_GONE, Processes
 from deadpool_plugin.core.suspicion import Watch
-from deadpool_plugin.core.types import NO_STEP, Holding, Source, SwapPlan, Unrecoverable, World
+from deadpool_plugin.core.types import NO_STEP, Ballot, Holding, Source, SwapPlan, Unrecoverable, World
 
 TIMING = Timing(heartbeat_interval_s=1.0, silent_after_s=10.0)
 WORLD = World(4, (0, 1, 2), (3, 4))
@@ -119,30 +120,66 @@ def test_nobody_takes_over_even_if_the_script_begins_again():
     assert isinstance(plan_swap(Situation(WORLD, Ledger(), {0, 3, 4}, {}, may_start_over=True)), NoSpare)
 
 
-def test_inventory_keeps_two_steps_and_forgets_what_did_not_happen():
-    inventory = Inventory()
+class Node:
+    """Node 0, which runs rank 0 and mirrors rank 1, and what it would promise."""
+
+    def __init__(self) -> None:
+        self.context = Context(0, TIMING, Policy())
+        self.processes = Processes(self.context)
+        self.context.form(World(0, (0, 1)))
+        self.processes.begin_generation()
+
+    def holds(self, rank: int, step: int, generation: int) -> bool:
+        """Return whether a snapshot of that generation counts."""
+        before = self.processes.holdings
+        self.processes.take_in(api.SnapshotHeld(Holding(rank, step, True, (rank,)), generation))
+        return self.processes.holdings != before
+
+    def offers(self, store: str) -> bool:
+        return self.processes.take_in(api.StoreOffered(store, 0))
+
+    def goes_back(self, generation: int, step: int, store: str) -> None:
+        plan = SwapPlan(World(generation, (0, 1)), step, (), (), store)
+        self.context.enter(Decided(plan, Ballot(generation, 1, 0)), 0.0)
+        self.processes.begin_generation()
+
+    def report(self) -> Report:
+        self.processes.report()
+        return expect(Report, self.context.loopback.pop())
+
+
+def test_a_node_keeps_two_steps_and_forgets_what_did_not_happen():
+    node = Node()
     for step in range(4):
-        assert inventory.held(Holding(0, step, True, (0,)), 0, 0)
-    assert not inventory.held(Holding(0, 3, True, (0,)), 0, 0)
-    assert [h.step for h in inventory.holdings] == [2, 3]
-    inventory.ready.add(0)
-    inventory.finished.add(0)
-    inventory.offer("used", 0, stand_in=False)
-    inventory.begin_generation(2, "used")
-    report = inventory.fill(Report(1))
+        assert node.holds(0, step, 0)
+    assert not node.holds(0, 3, 0)
+    assert [h.step for h in node.processes.holdings] == [2, 3]
+    node.processes.take_in(api.WorkerReady(0))
+    node.processes.take_in(api.WorkerFinished(0))
+    node.offers("used")
+    assert (node.report().ready, node.report().finished, node.report().store) == ((0,), (0,), "used")
+    node.goes_back(1, 2, "used")
+    report = node.report()
     assert [h.step for h in report.holdings] == [2]
     assert (report.ready, report.finished, report.store) == ((), (), "")
-    assert not inventory.held(Holding(0, 3, True, (0,)), 0, 1), "the old history's"
-    assert inventory.held(Holding(1, 2, True, (1,)), 0, 1), "late, but true of both histories"
-    assert not inventory.held(Holding(1, 3, True, (1,)), 2, 1), "not decided yet"
-    assert inventory.dropped(1, 1) and not inventory.dropped(1, 1)
-    assert inventory.offer("kept", 0, stand_in=False) and not inventory.offer("kept", 0, stand_in=False)
-    inventory.begin_generation(2, "another's")
-    assert inventory.store == "kept"
-    assert inventory.lose_store("kept") and inventory.has_lost("kept") and not inventory.has_lost("another's")
-    inventory.offer("of an old process", 0, stand_in=False)
-    inventory.begin_generation(NO_STEP, "")
-    assert inventory.store == "" and not inventory.holdings and not inventory.has_lost("kept")
+    assert not node.holds(0, 3, 0), "the old history's"
+    assert node.holds(1, 2, 0), "late, but true of both histories"
+    assert not node.holds(1, 3, 2), "not decided yet"
+    node.processes.take_in(api.HoldingsDropped(1, 1))
+    assert [h.rank for h in node.processes.holdings] == [0]
+
+
+def test_a_store_is_offered_until_it_is_built_upon_or_gone():
+    node = Node()
+    assert node.offers("kept") and not node.offers("kept")
+    node.goes_back(1, 2, "another's")
+    assert node.processes.store == "kept" and not node.context.stuck
+    assert node.processes.take_in(api.StoreLost("kept"))
+    node.offers("of an old process")
+    node.goes_back(2, NO_STEP, "kept")
+    assert node.context.stuck == STORE_GONE and node.processes.store == ""
+    node.goes_back(3, 2, "kept")
+    assert not node.context.stuck
 
 
 def test_exit_codes_are_those_of_errors():
