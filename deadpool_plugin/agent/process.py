@@ -238,21 +238,15 @@ class Agent:
                 self._tasks.start(self._mirroring.prepare(slot, peer, message))
             case local.Staged():
                 self._mirroring.staged(message)
-            case local.Progress(rank=rank):
-                self.feed(api.WorkerMoved(rank))
-            case local.Finished(rank=rank):
-                self.feed(api.WorkerFinished(rank))
-            case local.Saved(step=step, path=path, whole=whole):
-                self.feed(api.CheckpointSaved(step, path, whole))
-            case local.ConnectionBroke():
-                self.feed(api.ConnectionBroke(message.rank, message.generation, message.peers, message.reason))
+            case local.WorkerMoved() | local.WorkerFinished() | local.CheckpointSaved() | local.ConnectionBroke():
+                self.feed(message)
             case local.Unwound(generation=generation) if process:  # it waits for its new world
                 process.unwound_for = max(process.unwound_for, generation)
             case local.Saving(generation=generation) if process:
                 process.saving_for = max(process.saving_for, generation)
-            case local.Restored(generation=generation) if process:
+            case local.WorkerRestored(generation=generation) if process:
                 process.unwound_for, process.in_training = max(process.unwound_for, generation), True
-                self.feed(api.WorkerRestored(message.rank, generation))
+                self.feed(message)
             case local.Rehearsed():
                 self._takeovers.rehearsed(slot, message)
             case local.Moved():

@@ -214,7 +214,7 @@ class TakeOvers:
         """Report on a newcomer on its way through past steps, for whom everybody waits; of several, on one."""
         if slot.rank != message.rank or slot.process is None:
             return
-        self._node.feed(api.WorkerMoved(message.rank))
+        self._node.feed(local.WorkerMoved(message.rank))
         now, step, target = loop_time(), message.step, self._workers.committed
         slot.process.moved_from = began, first = slot.process.moved_from or (now, step)
         quiet_s = now - self._said_at

@@ -1,7 +1,8 @@
 """The inputs of the controller (past tense) and its actions (imperative).
 
 The agent translates the world into inputs, calls `Controller.step(input, now)` for each, and carries out the
-returned actions in their order before it feeds the next input. The simulator does the same.
+returned actions in their order before it feeds the next input. The simulator does the same. What workers say that is
+an input as it is stands in local.py.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class WorldFormed(Input, frozen=True):
 
 
 class Joining(Input, frozen=True):
-    """Instead of WorldFormed: this host is no member of the running job; control connections to all `members` are up,
-    and it asks to become one. `rack`: where it stands, "" if that matters to nobody."""
+    """Instead of WorldFormed: this host asks the running job of `members` to take it in; it is linked to all of them.
+
+    `rack`: where it stands, "" if that matters to nobody."""
 
     members: tuple[NodeId, ...]
     rack: str = ""
@@ -41,14 +43,15 @@ class Received(Input, frozen=True):
 
 
 class LinkLost(Input, frozen=True):
-    """The control connection to `node` ended without a Goodbye."""
+    """The control connection to `node` ended without a Goodbye.
+
+    `silent`: it was given up, for nobody answered any more: no more evidence than any silence. `still`: that was said
+    before; the node has been asked for a connection since, and did not answer."""
 
     node: NodeId
     reason: str
     silent: bool = False
-    """It was not ended but given up, for nobody answered any more: no more evidence than any silence."""
     still: bool = False
-    """That was said before: the node has been asked for a connection since, and did not answer."""
 
 
 class StoreOffered(Input, frozen=True):
@@ -69,8 +72,8 @@ class StoreLost(Input, frozen=True):
 
 
 class WorkerReady(Input, frozen=True):
-    """A worker of this node, in a generation that began from the top of the script, has reached its first call and its
-    arena is in place."""
+    """A worker, in a generation that began from the top of the script, has reached its first call; its arena is in
+    place."""
 
     rank: Rank
 
@@ -86,54 +89,16 @@ class SnapshotHeld(Input, frozen=True):
 
 
 class HoldingsDropped(Input, frozen=True):
-    """This node no longer holds anything for `rank` newer than `newer_than` (a swap rolled back, or a slot is being
-    rewritten)."""
+    """A swap rolled back, or a slot is being rewritten: nothing for `rank` newer than `newer_than` is held here."""
 
     rank: Rank
     newer_than: Step
-
-
-class WorkerMoved(Input, frozen=True):
-    """The process of `rank` has got on, as it says now and then: one in training to its next collective, one that is to
-    run the rank further on its way through the past."""
-
-    rank: Rank
-
-
-class WorkerRestored(Input, frozen=True):
-    """A worker finished its part of the swap into `generation` and goes on training."""
-
-    rank: Rank
-    generation: Generation
-
-
-class ConnectionBroke(Input, frozen=True):
-    """A collective of `rank` failed because a connection to another process broke, though nobody is known to be lost.
-
-    `peers`: the ranks the connection may have led to. `generation`: the one whose groups it belongs to."""
-
-    rank: Rank
-    generation: Generation
-    peers: tuple[Rank, ...]
-    reason: str
-
-
-class WorkerFinished(Input, frozen=True):
-    """The user's script of this rank ended well; the worker waits for everyone's end. Said again after a swap."""
-
-    rank: Rank
 
 
 class WorkerLost(Input, frozen=True):
     """The process of `rank` died by a signal, stands still or cannot be brought back; this node is well."""
 
     rank: Rank
-    reason: str
-
-
-class NodeGivenUp(Input, frozen=True):
-    """This node cannot go on: its launcher ended it, its supervisor is gone, or it was told to end."""
-
     reason: str
 
 
@@ -145,19 +110,17 @@ class WorkerFailed(Input, frozen=True):
     reason: str
 
 
+class NodeGivenUp(Input, frozen=True):
+    """This node cannot go on: its launcher ended it, its supervisor is gone, or it was told to end."""
+
+    reason: str
+
+
 class CallsRead(Input, frozen=True):
     """The collectives that this node's ranks had issued in `generation` when ReadCalls was carried out."""
 
     generation: Generation
     ranks: tuple[RankCalls, ...]
-
-
-class CheckpointSaved(Input, frozen=True):
-    """A rank of this node has finished saving a checkpoint; `whole`: all of it, not a file that may be part of one."""
-
-    step: Step
-    path: str
-    whole: bool = True
 
 
 class SpareRehearsed(Input, frozen=True):
@@ -282,6 +245,7 @@ class Emit(Action, frozen=True):
 
 class Leave(Action, frozen=True):
     """End every process of this node with `exit_code`; say `reason`. Follows a Verdict, or this node's own fence.
+
     `verdict`: that of the whole job, for hosts that are linked to this one and have not asked to join yet."""
 
     exit_code: int

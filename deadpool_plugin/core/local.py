@@ -1,6 +1,7 @@
 """Messages between the agent of a node and the supervisors, standby processes and workers of that node.
 
 Rules of this file: plain data. A message with `descriptors > 0` travels with so many descriptors (transport/unix.py).
+One that is an Input, too, is fed to the controller as it came.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import ClassVar
 
 import msgspec
 
+from .api import Input
 from .types import Count, ExitCode, Generation, Rank, Step
 
 
@@ -20,8 +22,8 @@ class LocalMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SupervisorHello(LocalMessage, frozen=True):
-    """Supervisor -> agent, once. Carries the read end of the pipe that the slot's standby process and everything it
-    forks write to."""
+    """Supervisor -> agent, once, with the read end of the pipe that the slot's standby process and everything it forks
+    write to."""
 
     local_rank: Count
     standby_pid: Count
@@ -29,8 +31,6 @@ class SupervisorHello(LocalMessage, frozen=True):
 
 
 class StandbyExited(LocalMessage, frozen=True):
-    """Supervisor -> agent: `exit_code` is negative for a signal, as in subprocess."""
-
     exit_code: ExitCode
 
 
@@ -67,7 +67,7 @@ class RunRank(LocalMessage, frozen=True):
 
 
 class WorkerExited(LocalMessage, frozen=True):
-    """Standby -> agent: the process forked for `order` has ended; `exit_code` as in subprocess."""
+    """Standby -> agent: the process forked for `order` has ended."""
 
     order: Count
     exit_code: ExitCode
@@ -98,9 +98,11 @@ class RehearsalOutput(LocalMessage, frozen=True):
     descriptors: ClassVar[int] = 1
 
 
-class ConnectionBroke(LocalMessage, frozen=True):
-    """Worker -> agent: a collective of `generation` failed because a connection to one of the ranks `peers` (or to a
-    store) broke, and no new generation was announced in time. The process waits for one."""
+class ConnectionBroke(LocalMessage, Input, frozen=True):
+    """A collective of `rank` failed because a connection to one of the ranks `peers` (or to a store) broke, though
+    nobody is known to be lost. The process waits for a new generation.
+
+    `generation`: the one whose groups it belongs to."""
 
     rank: Rank
     generation: Generation
@@ -194,15 +196,15 @@ class History(LocalMessage, frozen=True):
 
 
 class Moved(LocalMessage, frozen=True):
-    """Rehearser -> agent: it has come as far as `step` on its way through `History` (now and then, while there is
-    more)."""
+    """Rehearser -> agent, now and then: it has come as far as `step` on its way through `History`; there is more."""
 
     rank: Rank
     step: Step
 
 
-class Progress(LocalMessage, frozen=True):
-    """Worker in training -> agent, now and then: it has come to another collective."""
+class WorkerMoved(LocalMessage, Input, frozen=True):
+    """The process of `rank` has got on, as it says now and then: one in training to its next collective, one that is to
+    run the rank further on its way through the past."""
 
     rank: Rank
 
@@ -231,7 +233,9 @@ class Saving(LocalMessage, frozen=True):
     generation: Generation
 
 
-class Restored(LocalMessage, frozen=True):
+class WorkerRestored(LocalMessage, Input, frozen=True):
+    """A worker finished its part of the swap into `generation` and goes on training."""
+
     rank: Rank
     generation: Generation
 
@@ -242,8 +246,8 @@ class OutOfReach(LocalMessage, frozen=True):
     reason: str
 
 
-class Saved(LocalMessage, frozen=True):
-    """Worker -> agent: its script has finished saving the checkpoint of `step`. `whole`: not only a file of its own."""
+class CheckpointSaved(LocalMessage, Input, frozen=True):
+    """A rank has finished saving a checkpoint; `whole`: all of it, not a file that may be part of one."""
 
     step: Step
     path: str
@@ -252,6 +256,7 @@ class Saved(LocalMessage, frozen=True):
 
 class Failing(LocalMessage, frozen=True):
     """Worker -> agent: its script has ended with an error (`reason`: the exception in a line); the process follows.
+
     `differs`: it has followed the rank, and read other data than the rank itself."""
 
     rank: Rank
@@ -259,8 +264,8 @@ class Failing(LocalMessage, frozen=True):
     differs: bool = False
 
 
-class Finished(LocalMessage, frozen=True):
-    """Worker -> agent: the user's script ended well; waits for `End`, serves swaps meanwhile."""
+class WorkerFinished(LocalMessage, Input, frozen=True):
+    """The user's script of this rank ended well; the worker waits for `End` and serves swaps. Said again after one."""
 
     rank: Rank
 
@@ -273,8 +278,8 @@ class WorkerEvent(LocalMessage, frozen=True):
 
 
 AnyLocalMessage = (
-    SupervisorHello | StandbyExited | Leaving | End | StandbyHello | RunRank | WorkerExited
-    | CannotEnd | WorkerHello | RehearsalOutput | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver
-    | Staged | Committed | Abort | Join | Recording | Rehearsed | History | Moved | Progress | ConnectionBroke
-    | TakeOver | Unwound | Saving | Restored | OutOfReach | Saved | Failing | Finished | WorkerEvent
+    SupervisorHello | StandbyExited | Leaving | End | StandbyHello | RunRank | WorkerExited | CannotEnd | WorkerHello
+    | RehearsalOutput | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver | Staged | Committed | Abort
+    | Join | Recording | Rehearsed | History | Moved | WorkerMoved | ConnectionBroke | TakeOver | Unwound | Saving
+    | WorkerRestored | OutOfReach | CheckpointSaved | Failing | WorkerFinished | WorkerEvent
 )  # fmt: skip

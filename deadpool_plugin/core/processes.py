@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import msgspec
 
-from . import api
+from . import api, local
 from .context import Context
 from .events import RankLost
 from .messages import RankFailed, Report
@@ -113,7 +113,7 @@ class Processes:
                 if self._hold(holding, generation):
                     # A step is committed once every node has all of it, so one's own part is told when it is complete.
                     ctx.note(all((rank, holding.step) in self._held for rank in self._to_hold))
-            case api.WorkerMoved():
+            case local.WorkerMoved():
                 self._moves += 1  # the next report will say so
             case api.HoldingsDropped(rank, newer_than):
                 kept = {key: one for key, one in self._held.items() if key[0] != rank or key[1] <= newer_than}
@@ -121,17 +121,17 @@ class Processes:
                 self._held = kept
             case api.WorkerReady(rank) if ctx.begins_at_top:
                 self._reach(self._ready, rank)
-            case api.WorkerRestored(rank, generation):
+            case local.WorkerRestored(rank, generation):
                 if generation == ctx.world.generation and not ctx.swapping:
                     self._reach(self._ready, rank)
-            case api.WorkerFinished(rank):
+            case local.WorkerFinished(rank):
                 self._reach(self._finished, rank)
-            case api.CheckpointSaved(step, path, whole):
+            case local.CheckpointSaved(step, path, whole):
                 ctx.note(ctx.learn_checkpoint(Checkpoint(whole, step, path)))
             case api.RecordsDropped():
                 ctx.note(not self._pruned)
                 self._pruned = True
-            case api.ConnectionBroke(rank, generation, peers, reason):
+            case local.ConnectionBroke(rank, generation, peers, reason):
                 # It is never the script's error, and the processes of the generation are well: all are interrupted.
                 if generation == ctx.world.generation and not (ctx.swapping or ctx.broken):
                     ends = {ctx.world.node_of[peer] for peer in peers}

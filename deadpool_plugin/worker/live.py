@@ -100,7 +100,7 @@ class Live:
         now = time.monotonic()
         if now - self._progress_at >= PROGRESS_EVERY_S:  # even a very long step is seen to make some
             self._progress_at = now
-            self._link.send(local.Progress(self._rank))
+            self._link.send(local.WorkerMoved(self._rank))
         if self.inside:
             return self._groups.issue(handle, name, args, kwargs)
         self._begin()
@@ -132,7 +132,7 @@ class Live:
 
     def finish(self) -> int:
         """Serve swaps until everyone's script has ended, as this one has. Returns the exit code."""
-        self._link.send(local.Finished(self._rank))
+        self._link.send(local.WorkerFinished(self._rank))
         while True:
             try:
                 exit_code = self._link.wait_for_end()
@@ -142,7 +142,7 @@ class Live:
                 forget(change)
             with contextlib.suppress(JobEnded):
                 self._swap()
-                self._link.send(local.Finished(self._rank))
+                self._link.send(local.WorkerFinished(self._rank))
 
     # ---- one call
 
@@ -354,7 +354,7 @@ class Live:
         now = time.monotonic()
         self._link.event("StateRestored", rank=self._rank, step=step, duration_s=now - restoring)
         self._link.event("WorkerResumed", rank=self._rank, step=step, duration_s=now - began)
-        self._link.send(local.Restored(self._rank, order.generation))
+        self._link.send(local.WorkerRestored(self._rank, order.generation))
 
     def _redo(self, logged: LoggedCall) -> None:
         call, segment = logged.call, logged.segment

@@ -162,7 +162,7 @@ class Saves:
         `whole`: it is all that a job needs to go on from there, as far as anybody can tell.
         """
         step = self.step if step is None else step
-        self.link.send(local.Saved(step, path, whole))
+        self.link.send(local.CheckpointSaved(step, path, whole))
         self.link.event("CheckpointSaved", step=step, path=path, duration_s=time.monotonic() - began)
 
     @contextlib.contextmanager

@@ -207,7 +207,7 @@ class Rank:
         if self._pair.open(step) is None:
             raise RuntimeError(f"rank {self._rank} is to go back to step {step}, which its arena does not hold")
         self._generation, self._step, self._committed, self._trains = generation, step, step, True
-        self._send(local.Restored(self._rank, generation))
+        self._send(local.WorkerRestored(self._rank, generation))
         self._offer_store()
         self.go_on()
 

@@ -156,7 +156,7 @@ class Rank:
         assert header is not None, f"rank {self.rank} lacks step {step}"
         assert header.scalars == b"scalars of %d" % step, header
         self.step, self.state = step, bytes(self.slots.payload(step))
-        self.process.connection.send(local.Restored(self.rank, self.process.generation))
+        self.process.connection.send(local.WorkerRestored(self.rank, self.process.generation))
         print(f"rank {self.rank} restored step {step} hash {digest(self.state)}", flush=True)
 
     def train(self) -> None:
@@ -176,7 +176,7 @@ class Rank:
                         local.WorkerEvent("StepDone", {"rank": self.rank, "step": self.step, "loss": 1.0 / self.step})
                     )
                     print(f"rank {self.rank} step {self.step}", flush=True)
-                self.process.connection.send(local.Finished(self.rank))
+                self.process.connection.send(local.WorkerFinished(self.rank))
                 while self.process.end is None:
                     self.process.listen()
                     self.process.check()

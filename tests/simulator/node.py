@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.world import Invitation, Job, Place
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, local
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.types import Generation, NodeId, Rank, Step
 from deadpool_plugin.errors import DeadpoolError, InvariantViolated
@@ -48,7 +48,7 @@ class Watched(Controller):
         node, cluster = self._node, self._cluster
         if not self._ctx.ended:
             cluster.coverage.sees(self, event)
-        if isinstance(event, api.WorkerFinished):
+        if isinstance(event, local.WorkerFinished):
             node.finished(event.rank)
         actions: Sequence[api.Action] = super().step(event, now)
         if not actions and cluster.nobody_watches:  # most ticks

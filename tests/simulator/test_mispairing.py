@@ -73,7 +73,7 @@ def newcomer(job):
 def finish(job, *ranks: int) -> None:
     """The scripts of `ranks` have ended."""
     for rank in ranks:
-        job.process(rank).tell(local.Finished(rank))
+        job.process(rank).tell(local.WorkerFinished(rank))
 
 
 def codes(job) -> set[int | None]:

@@ -78,14 +78,14 @@ def test_stalls_with_steps_between_them_end_no_job(stands_still):
 def test_a_long_step_is_none_as_long_as_somebody_gets_on(stands_still):
     job = stands_still()
     for rank in (1, 0, 1):
-        job.process(rank).tell(local.Progress(rank))
+        job.process(rank).tell(local.WorkerMoved(rank))
         stall(job, 0.8)
     assert not job.plans
 
 
 def test_whoever_has_finished_leaves_the_others_all_the_time_they_need(stands_still):
     job = stands_still()
-    job.process(1).tell(local.Finished(1))
+    job.process(1).tell(local.WorkerFinished(1))
     stall(job, 2.0)
     assert not job.plans
 

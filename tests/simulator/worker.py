@@ -159,7 +159,7 @@ class Process:
         self._committed = max(self._committed, step)
         if self.rank == 0 and step >= self._saved + SAVE_EVERY:
             self._saved = step
-            self.tell(local.Saved(step, f"checkpoints/{step}"))
+            self.tell(local.CheckpointSaved(step, f"checkpoints/{step}"))
         gate, self._gate = self._gate, Signal()
         gate.set()
 
@@ -211,7 +211,7 @@ class Process:
             self._stage()
         yield self._staged
         self.finished = True
-        self.tell(local.Finished(self.rank))
+        self.tell(local.WorkerFinished(self.rank))
 
     def _issue(self, value: float, code: int) -> Signal:
         assert self.group is not None
@@ -287,7 +287,7 @@ class Process:
         if self.slots.open(restore_step + 1) is not None:
             self.slots.invalidate(restore_step + 1)
         self.step, self.finished, self.in_training = restore_step, False, True
-        self.tell(local.Restored(self.rank, generation))
+        self.tell(local.WorkerRestored(self.rank, generation))
         yield from self._train()
 
     # -- a rehearsal ---------------------------------------------------------------------------------------------

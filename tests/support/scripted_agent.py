@@ -185,7 +185,7 @@ class ScriptedAgent:
                 worker.staged = step
                 worker.records[step:] = [records]
                 self.commit()
-            case local.Finished():
+            case local.WorkerFinished():
                 worker.finished = True
             case local.Moved(_, step):
                 worker.events.append(("Moved", {"step": step}))

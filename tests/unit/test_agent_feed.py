@@ -91,7 +91,7 @@ def test_what_a_process_says_of_a_swap_is_kept_with_it(member):
         agent._heard(slot, stand_in(LocalPeer), message)
     assert (process.unwound_for, process.saving_for, process.in_training) == (2, 1, False)
     agent.feed = lambda event: None
-    agent._heard(slot, stand_in(LocalPeer), local.Restored(3, 4))
+    agent._heard(slot, stand_in(LocalPeer), local.WorkerRestored(3, 4))
     assert (process.unwound_for, process.in_training) == (4, True)
 
 

@@ -47,7 +47,7 @@ def test_a_good_end_in_the_midst_of_a_swap_ends_the_wait_for_its_plan():
             os._exit(code)
     theirs.close()
     agent = LocalConnection(ours)
-    assert agent.recv()[0] == local.Progress(3)
+    assert agent.recv()[0] == local.WorkerMoved(3)
     agent.send(local.Abort(1))
     assert agent.recv()[0] == local.Unwound(1)
     agent.send(local.End(0))
@@ -58,7 +58,7 @@ def test_a_good_end_in_the_midst_of_a_swap_ends_the_wait_for_its_plan():
 def swapped(link: AgentLink, generations: Generations) -> int:
     link.start(fake(abort=generations.announce))
     generations.check_heard(0)
-    link.send(local.Progress(3))
+    link.send(local.WorkerMoved(3))
     with pytest.raises(GenerationChanged):
         generations.check_heard(1)  # was announced to it otherwise
     with pytest.raises(GenerationChanged):

@@ -139,7 +139,7 @@ def test_torch_save_replaces_a_file_only_when_the_new_one_is_whole(tmp_path, sav
     assert torch.load(path) == {"old": 1}
     saving.FileSave("torch.save", saves, str(path), functools.partial(torch.save, {"new": 2}))()
     assert torch.load(path) == {"new": 2} and os.listdir(tmp_path) == ["rank3.pt"]
-    assert saves.link.sent == [local.Saved(7, str(path), whole=False)]
+    assert saves.link.sent == [local.CheckpointSaved(7, str(path), whole=False)]
     plain = tmp_path / "plain" / "rank3.pt"
     plain.parent.mkdir()
     torch.save({"new": 2}, plain)

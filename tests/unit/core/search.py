@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, local
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.ledger import Ledger
 from deadpool_plugin.core.messages import AnyMessage, Rehearse, Report, Status
@@ -393,5 +393,5 @@ class Happening:
             for buddy in buddies_of(world, node, 1):
                 self.feed(buddy, api.SnapshotHeld(held, generation))
             if self._numbers[int(plan.store.partition(":")[0])] != GONE:
-                self.feed(node, api.WorkerRestored(rank, generation))
+                self.feed(node, local.WorkerRestored(rank, generation))
         self.feed(node, api.StoreOffered(f"{node}:{generation}"))

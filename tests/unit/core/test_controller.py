@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support import expect, present
 
-from deadpool_plugin.core import api, events
+from deadpool_plugin.core import api, events, local
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.messages import (
     Accepted,
@@ -296,7 +296,7 @@ def test_verdicts_name_the_newest_checkpoint_wherever_it_was_saved():
     controller = formed(0)
     hear(controller, 2, Report(0, checkpoint=Checkpoint(True, 7, "/ckpt/7")))
     hear(controller, 1, Report(0, checkpoint=Checkpoint(True, 5, "/ckpt/5")))
-    controller.step(api.CheckpointSaved(9, "/ckpt/training_args.bin", whole=False), 0.2)
+    controller.step(local.CheckpointSaved(9, "/ckpt/training_args.bin", whole=False), 0.2)
     actions = controller.step(api.StopRequested("operator", 143), 0.2)
     left = expect(api.Leave, actions[-1])
     assert (left.exit_code, left.reason) == (143, "operator; newest checkpoint: step 7 in /ckpt/7")
@@ -309,8 +309,8 @@ def test_verdicts_name_the_newest_checkpoint_wherever_it_was_saved():
 def test_a_checkpoint_is_reported_and_promised():
     controller = formed(3)
     newest = Checkpoint(True, 7, "/ckpt/7")
-    assert said(controller.step(api.CheckpointSaved(7, "/ckpt/7"), 0.1)) == [(0, Report(0, checkpoint=newest))]
-    assert controller.step(api.CheckpointSaved(5, "/ckpt/5"), 0.2) == []
+    assert said(controller.step(local.CheckpointSaved(7, "/ckpt/7"), 0.1)) == [(0, Report(0, checkpoint=newest))]
+    assert controller.step(local.CheckpointSaved(5, "/ckpt/5"), 0.2) == []
     ballot = Ballot(1, 1, 0)
     promise = Promise(ballot, None, (), "", checkpoint=newest)
     assert (0, promise) in said(hear(controller, 0, Prepare(ballot, (2,))))

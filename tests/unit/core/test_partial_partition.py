@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support import expect
 
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, local
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.events import Note
 from deadpool_plugin.core.messages import Decided, NodeFailed, Report, Status
@@ -195,18 +195,18 @@ def test_without_a_spare_it_is_seen_to_in_place_for_as_long_as_steps_are_committ
 
 def test_a_member_says_that_its_connection_broke_for_as_long_as_the_generation_lasts():
     member = formed(1)
-    lost = api.ConnectionBroke(1, 0, (2,), "Connection reset by peer")
+    lost = local.ConnectionBroke(1, 0, (2,), "Connection reset by peer")
 
     def reports(event: api.Input, now: float) -> list[Report]:
         return [message for _, message in said(member.step(event, now)) if isinstance(message, Report)]
 
     assert [one.broken for one in reports(lost, 1.0)] == [(2,)]
     assert "Connection reset" in member._ctx.stuck
-    assert reports(api.ConnectionBroke(1, 0, (3,), "again"), 1.1) == [], "what follows from the first"
+    assert reports(local.ConnectionBroke(1, 0, (3,), "again"), 1.1) == [], "what follows from the first"
     assert not any(isinstance(action, api.Leave) for action in member.step(api.Ticked(), 1.2))
     other = formed(1)
     (report,) = [
-        m for _, m in said(other.step(api.ConnectionBroke(1, 0, (2, 3), "reset"), 1.0)) if isinstance(m, Report)
+        m for _, m in said(other.step(local.ConnectionBroke(1, 0, (2, 3), "reset"), 1.0)) if isinstance(m, Report)
     ]
     assert report.broken == (1,), "its other end is not known"
-    assert not other.step(api.ConnectionBroke(1, 7, (2,), "of another generation"), 1.1)
+    assert not other.step(local.ConnectionBroke(1, 7, (2,), "of another generation"), 1.1)

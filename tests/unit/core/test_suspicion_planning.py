@@ -6,7 +6,7 @@ import pytest
 from support import expect
 
 from deadpool_plugin import errors
-from deadpool_plugin.core import api, types
+from deadpool_plugin.core import api, local, types
 from deadpool_plugin.core.context import Context
 from deadpool_plugin.core.ledger import Ledger
 from deadpool_plugin.core.messages import Decided, Report
@@ -155,7 +155,7 @@ def test_a_node_keeps_two_steps_and_forgets_what_did_not_happen():
     assert not node.holds(0, 3, 0)
     assert [h.step for h in node.processes.holdings] == [2, 3]
     node.processes.take_in(api.WorkerReady(0))
-    node.processes.take_in(api.WorkerFinished(0))
+    node.processes.take_in(local.WorkerFinished(0))
     node.offers("used")
     assert (node.report().ready, node.report().finished, node.report().store) == ((0,), (0,), "used")
     node.goes_back(1, 2, "used")
