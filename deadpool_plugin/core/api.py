@@ -25,12 +25,10 @@ class WorldFormed(Input, frozen=True):
 
 
 class Joining(Input, frozen=True):
-    """Instead of WorldFormed: this host asks the running job of `members` to take it in; it is linked to all of them.
-
-    `rack`: where it stands, "" if that matters to nobody."""
+    """Instead of WorldFormed: this host asks the job of `members`, to which it is linked, to take it in."""
 
     members: tuple[NodeId, ...]
-    rack: str = ""
+    rack: str = ""  # "" if that matters to nobody
 
 
 class Ticked(Input, frozen=True):
@@ -43,26 +41,20 @@ class Received(Input, frozen=True):
 
 
 class LinkLost(Input, frozen=True):
-    """The control connection to `node` ended without a Goodbye.
-
-    `silent`: it was given up, for nobody answered any more: no more evidence than any silence. `still`: that was said
-    before; the node has been asked for a connection since, and did not answer."""
+    """The control connection to `node` ended without a Goodbye."""
 
     node: NodeId
     reason: str
-    silent: bool = False
-    still: bool = False
+    silent: bool = False  # given up, for nobody answered any more: no more evidence than any silence
+    still: bool = False  # that was said before; the node was asked for a connection since, and did not answer
 
 
 class StoreOffered(Input, frozen=True):
-    """The process in `local_slot` hosts a fresh store for the next group build, instead of the one it offered before.
-
-    `stand_in`: it only rehearses its rank so far. Its store is taken if no process that runs one offers any.
-    """
+    """The process in `local_slot` hosts a fresh store for the next group build, in place of the one before."""
 
     address: str
     local_slot: int = 0
-    stand_in: bool = False
+    stand_in: bool = False  # it only rehearses its rank so far: its store is the last choice
 
 
 class StoreLost(Input, frozen=True):
@@ -72,8 +64,7 @@ class StoreLost(Input, frozen=True):
 
 
 class WorkerReady(Input, frozen=True):
-    """A worker, in a generation that began from the top of the script, has reached its first call; its arena is in
-    place."""
+    """In a generation that began from the top of the script, a worker is at its first call; its arena is in place."""
 
     rank: Rank
 
@@ -81,11 +72,10 @@ class WorkerReady(Input, frozen=True):
 class SnapshotHeld(Input, frozen=True):
     """A snapshot is complete and verified in this node's arena (staged by a worker, mirrored by a peer or fetched).
 
-    It replaces what was held for (rank, step); holdings of the same rank older than step-1 are dropped.
-    `generation`: the one it was written in, never one that this node is not in yet (mirror/store.py)."""
+    It replaces what was held for (rank, step); holdings of the same rank older than step-1 are dropped."""
 
     holding: Holding
-    generation: Generation
+    generation: Generation  # in which it was written, never one that this node is not in yet (mirror/store.py)
 
 
 class HoldingsDropped(Input, frozen=True):
@@ -103,10 +93,10 @@ class WorkerLost(Input, frozen=True):
 
 
 class WorkerFailed(Input, frozen=True):
-    """The user's script of this rank ended by itself with an error (`exit_code` > 0)."""
+    """The user's script of this rank ended by itself with an error."""
 
     rank: Rank
-    exit_code: int
+    exit_code: int  # > 0
     reason: str
 
 
@@ -207,8 +197,7 @@ class EndRank(Action, frozen=True):
 
 
 class PauseWorkers(Action, frozen=True):
-    """Stop every process that runs a rank where it is (SIGSTOP); it must do nothing at all until ResumeWorkers, also
-    if it is told to abort meanwhile. With a Leave it is ended as it stands."""
+    """Stop every process that runs a rank (SIGSTOP) until ResumeWorkers, also if it is told to abort or to end."""
 
 
 class ResumeWorkers(Action, frozen=True):
@@ -244,10 +233,8 @@ class Emit(Action, frozen=True):
 
 
 class Leave(Action, frozen=True):
-    """End every process of this node with `exit_code`; say `reason`. Follows a Verdict, or this node's own fence.
-
-    `verdict`: that of the whole job, for hosts that are linked to this one and have not asked to join yet."""
+    """End every process of this node with `exit_code`; say `reason`. Follows a Verdict, or this node's own fence."""
 
     exit_code: int
     reason: str
-    verdict: Verdict | None = None
+    verdict: Verdict | None = None  # of the whole job, for hosts linked to this one that have not asked to join yet

@@ -1,7 +1,7 @@
 """Events that the controller emits, for people and programs.
 
 Rules of this file: events are frozen plain data, names in the past tense, units last. deadpool_plugin.events adds those
-of agents and workers, and says when, where and in which generation. May import nothing of this package.
+of agents and workers, and says when, where and in which generation.
 """
 
 from __future__ import annotations
@@ -99,20 +99,17 @@ class Unprotected(Event, frozen=True):
 
 
 class Mirrored(Event, frozen=True):
-    """Every rank's state of `step` is on `copies` other hosts. `uncovered`: the nodes that no spare can take, and
-    `reason` why; while there are any the job is not protected. `spares_left`: how many hosts stand by, -1 if that is
-    not known. `on_no_spare`: what happens to a lost node's ranks that have nowhere to go."""
+    """Every rank's state of `step` is on `copies` other hosts."""
 
     step: int = -1
-    uncovered: tuple[int, ...] = ()
-    reason: str = ""
-    spares_left: int = -1
-    on_no_spare: str = "stop"
+    uncovered: tuple[int, ...] = ()  # the nodes that no spare can take: while there are any the job is not protected
+    reason: str = ""  # why they are uncovered
+    spares_left: int = -1  # hosts that stand by, -1 if that is not known
+    on_no_spare: str = "stop"  # what happens to a lost node's ranks that have nowhere to go
 
 
 class Protected(Event, frozen=True):
-    """Mirrored, and a spare that is able to take it stands by for every node; until Mirrored or Unprotected says
-    otherwise. `spares_left`: as in Mirrored."""
+    """Mirrored, and an able spare stands by for every node; until Mirrored or Unprotected says otherwise."""
 
     step: int = -1
     spares_left: int = -1

@@ -1,20 +1,20 @@
-"""The holders of each snapshot, and from them: the committed step, and the step a world can go back to.
+"""The holders of each snapshot; from them the committed step, the step a world can go back to, and the plan for that.
 
 Rules of this file: the ledger believes verified holdings only and draws conclusions from nothing else; functions
 return a reason for people where there is no answer. Two slots per rank are enough because of `may_stage`
 (exhaustive search over 3 nodes and 5 steps: without this gate even 4 slots lose a recoverable state).
-May import placement and types only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
 
-from .placement import buddies_of, copies_needed, needs_payload
-from .types import MASK, NO_STEP, Holding, NodeId, Rank, Source, Step, World, listed
+from .placement import buddies_of, copies_needed, needs_payload, world_after
+from .types import MASK, NO_STEP, Holding, NodeId, Rank, Source, Step, SwapPlan, Unrecoverable, World, listed
 
 
 class RestorePoint(msgspec.Struct, frozen=True):
@@ -38,8 +38,7 @@ class Ledger:
         self._blocking: dict[Step, Rank] = {}
         """A rank that was not safe when a step was last looked at: the next look begins there, so that all the looks at
         one step together cost a few per rank."""
-        self.unpaired: Step = NO_STEP
-        """The newest step that would be committed if all ranks had issued the same collectives up to it."""
+        self.unpaired: Step = NO_STEP  # the newest step that is safe, but whose collectives do not pair
         for node, held in (holdings or {}).items():
             self.replace(node, held)
 
@@ -48,19 +47,15 @@ class Ledger:
         held = tuple(holdings)
         if self._of_node.get(node) == held:
             return False
-        self.forget(node)
-        self._of_node[node] = held
-        for holding in held:
-            self._copies.setdefault((holding.rank, holding.step), {})[node] = holding
-        return True
-
-    def forget(self, node: NodeId) -> None:
-        """Note that `node` holds nothing any more."""
-        for holding in self._of_node.pop(node, ()):
+        for holding in self._of_node.get(node, ()):
             copies = self._copies[holding.rank, holding.step]
             copies.pop(node, None)
             if not copies:
                 del self._copies[holding.rank, holding.step]
+        self._of_node[node] = held
+        for holding in held:
+            self._copies.setdefault((holding.rank, holding.step), {})[node] = holding
+        return True
 
     def committed(self, world: World, above: Step = NO_STEP, copies: int = 1) -> Step:
         """The newest step that is committed in `world`, or `above` if none newer than that is."""
@@ -182,3 +177,59 @@ class Ledger:
             return f"no surviving node holds any snapshot of rank(s) {listed(bare)}"
         shown = ", ".join(f"rank {rank}: {steps}" for rank, steps in list(held.items())[:8])
         return f"no step is held for all ranks by the surviving nodes {listed(sorted(survivors))} ({shown})"
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The knowledge of a proposer when all promises are there."""
+
+    world: World
+    ledger: Ledger  # the survivors' holdings, taken after they fenced this generation
+    lost: Collection[NodeId]
+    stores: Mapping[NodeId, str]  # what the survivors offer
+    newest_committed: Step = NO_STEP  # the newest step somebody knows to be committed and no plan has undone
+    lost_ranks: tuple[Rank, ...] = ()
+    joined: tuple[NodeId, ...] = ()
+    may_start_over: bool = False  # nothing is committed and nobody knows of training: the script may begin again
+    copies: int = 1
+    racks: Mapping[NodeId, str] = field(default_factory=dict)  # of the hosts that have joined
+    able: tuple[NodeId, ...] = ()  # the spares that have rehearsed some rank
+
+
+class NoSpare(Unrecoverable, frozen=True):
+    """Nothing is lost, but nobody is there to take over: one may wait for a host."""
+
+
+def plan_swap(case: Situation) -> SwapPlan | Unrecoverable:
+    """The plan for the world without its lost nodes, or why there is none. A node takes a lost one's ranks as a whole.
+
+    Returns: a plan whose `store` is "" if no survivor offers one (yet), and always if the script begins again.
+    """
+    world, lost = case.world, case.lost
+    survivors = tuple(node for node in world.members if node not in lost)
+    lost_nodes = tuple(node for node in world.members if node in lost)
+    lost_ranks = tuple(rank for rank, node in enumerate(world.node_of) if node in lost)
+    point = case.ledger.restore_point(world, survivors, case.copies, case.newest_committed)
+    if isinstance(point, str) and case.may_start_over:
+        point = RestorePoint(NO_STEP, ())
+    if isinstance(point, str):
+        return Unrecoverable(point, lost_ranks, case.newest_committed)
+    after = world_after(world, lost, case.joined, case.racks, case.copies, case.able)
+    if after is None:
+        spares = sum(spare in survivors for spare in world.spares) + len(case.joined)
+        what = "no spare is left" if spares == 0 else f"only {spares} spare(s) are left"
+        # Its coordinator may have died before it told anybody what was committed.
+        newest = max(case.newest_committed, point.step)
+        return NoSpare(f"{what} for lost node(s) {listed(lost_nodes)}", lost_ranks, newest)
+    # The store is that of the lowest surviving active node that offers one, else of a spare.
+    order = sorted(node for node in world.active if node in survivors) + [n for n in world.spares if n in survivors]
+    store = next((case.stores[node] for node in order if case.stores.get(node)), "")
+    return SwapPlan(
+        world=after,
+        restore_step=point.step,
+        lost_nodes=lost_nodes,
+        sources=point.sources,
+        store="" if point.step == NO_STEP else store,
+        lost_ranks=case.lost_ranks,
+        joined=case.joined,
+    )

@@ -56,13 +56,11 @@ class StandbyHello(LocalMessage, frozen=True):
 
 
 class RunRank(LocalMessage, frozen=True):
-    """Agent -> standby: fork a process that begins the script as `rank`, or rehearses it (killing the one before).
-
-    `env` is set before the user's script runs. `order` counts what this standby process was told to fork."""
+    """Agent -> standby: fork a process that begins the script as `rank`, or rehearses it (killing the one before)."""
 
     rank: Rank
-    env: dict[str, str]
-    order: Count = 0
+    env: dict[str, str]  # is set before the user's script runs
+    order: Count = 0  # how many this standby process was told to fork
     rehearses: bool = False
 
 
@@ -100,12 +98,10 @@ class RehearsalOutput(LocalMessage, frozen=True):
 
 class ConnectionBroke(LocalMessage, Input, frozen=True):
     """A collective of `rank` failed because a connection to one of the ranks `peers` (or to a store) broke, though
-    nobody is known to be lost. The process waits for a new generation.
-
-    `generation`: the one whose groups it belongs to."""
+    nobody is known to be lost. The process waits for a new generation."""
 
     rank: Rank
-    generation: Generation
+    generation: Generation  # whose groups it belongs to
     peers: tuple[Rank, ...]
     reason: str
 
@@ -149,12 +145,12 @@ class ArenaHandOver(LocalMessage, frozen=True):
 
 
 class Staged(LocalMessage, frozen=True):
-    """Worker -> agent: slot `step % 2` is complete. `records`: its call records (opaque)."""
+    """Worker -> agent: slot `step % 2` is complete."""
 
     rank: Rank
     step: Step
     generation: Generation
-    records: bytes
+    records: bytes  # of its calls, opaque
 
 
 class Committed(LocalMessage, frozen=True):
@@ -247,21 +243,19 @@ class OutOfReach(LocalMessage, frozen=True):
 
 
 class CheckpointSaved(LocalMessage, Input, frozen=True):
-    """A rank has finished saving a checkpoint; `whole`: all of it, not a file that may be part of one."""
+    """A rank has finished saving a checkpoint."""
 
     step: Step
     path: str
-    whole: bool = True
+    whole: bool = True  # all of it, not a file that may be part of one
 
 
 class Failing(LocalMessage, frozen=True):
-    """Worker -> agent: its script has ended with an error (`reason`: the exception in a line); the process follows.
-
-    `differs`: it has followed the rank, and read other data than the rank itself."""
+    """Worker -> agent: its script has ended with an error; the process follows."""
 
     rank: Rank
-    reason: str
-    differs: bool = False
+    reason: str  # the exception in a line
+    differs: bool = False  # it has followed the rank, and read other data than the rank itself
 
 
 class WorkerFinished(LocalMessage, Input, frozen=True):
@@ -271,9 +265,9 @@ class WorkerFinished(LocalMessage, Input, frozen=True):
 
 
 class WorkerEvent(LocalMessage, frozen=True):
-    """Worker -> agent: an event for the event log (name of a class of deadpool_plugin.events, its fields)."""
+    """Worker -> agent: an event for the event log."""
 
-    kind: str
+    kind: str  # name of a class of deadpool_plugin.events
     fields: dict[str, object]
 
 

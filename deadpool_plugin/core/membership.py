@@ -2,7 +2,7 @@
 
 Rules of this file: one Acceptor and at most one Proposal per generation and node; both forget everything when the
 generation is decided. Any two quorums share a member, so no generation has two worlds (ONE_WORLD_PER_GENERATION).
-Source: Lamport, Paxos Made Simple, section 2. May import messages and types only.
+Source: Lamport, Paxos Made Simple, section 2.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from .types import Ballot, NodeId, SwapPlan, World
 def is_quorum(world: World, nodes: Collection[NodeId], witness: bool = False) -> bool:
     """Return whether `nodes` may decide for `world`: more than half of its members, or half with the first active one.
 
-    The tie-breaker makes an even world no worse than the odd one below it; two halves never both have it. Where there
-    is a `witness` no half decides without it (`is_half`).
+    Two halves never both have it. Where there is a `witness` no half decides without that (`is_half`).
     """
     return 2 * len(nodes) >= len(world.members) and is_quorum_without(world, world.positions.keys() - nodes, witness)
 
@@ -81,11 +80,9 @@ class Proposal:
     promises: dict[NodeId, Promise] = field(default_factory=dict)
     plan: SwapPlan | None = None
     accepted: set[NodeId] = field(default_factory=set)
-    claim: SwapPlan | None = None
-    """The plan that the witness was asked to keep."""
+    claim: SwapPlan | None = None  # the plan that the witness was asked to keep
     claimed: bool = False
-    waits_with: tuple[NodeId, ...] | None = None
-    """Set while it waits for hosts: the candidates that are too few."""
+    waits_with: tuple[NodeId, ...] | None = None  # while it waits for hosts: the candidates that are too few
 
     def prepare(self) -> Prepare:
         return Prepare(self.ballot, tuple(self.lost), self.silent)

@@ -33,51 +33,34 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Report(Message, frozen=True):
-    """Member -> coordinator, on every change and at least once per heartbeat interval.
-
-    `holdings`: everything this node can serve. `ready`: ranks that are in (or restored into) training in this
-    generation. `rehearsed`: (local slot, rank) pairs a spare has ready. `finished`: ranks whose script has ended
-    well. `store`: address of a fresh store a worker of this node offers for the *next* group build ("" if none).
-    `checkpoint`: the newest one a rank of this node has finished saving. `stuck`: why this generation cannot go on as
-    it is although nobody is lost, "" if it can. `sent_at`: now, by the sender's clock. `heard`: `sent_at` of the newest
-    Status this node has heard of that coordinator in this generation (self_fencing.py has both). `moved`: grows while
-    processes of this node say that they get on. `able`: this spare has rehearsed what it was told to; `unable`: why it
-    could not take over all the same, "" if it could. `pruned`: records of first steps of this node's ranks are dropped.
-    `broken`: what is `stuck` is a training connection, whose other end is this node (the sender itself if it is not
-    known); () if it is something else.
-    """
+    """Member -> coordinator, on every change and at least once per heartbeat interval."""
 
     generation: Generation
-    holdings: tuple[Holding, ...] = ()
-    ready: tuple[Rank, ...] = ()
-    rehearsed: tuple[tuple[Count, Rank], ...] = ()
-    finished: tuple[Rank, ...] = ()
-    store: str = ""
-    checkpoint: Checkpoint = Checkpoint()
-    stuck: str = ""
-    sent_at: float = NEVER
-    heard: float = NEVER
-    moved: Count = 0
-    able: bool = False
-    unable: str = ""
-    pruned: bool = False
-    broken: tuple[NodeId, ...] = ()
+    holdings: tuple[Holding, ...] = ()  # everything this node can serve
+    ready: tuple[Rank, ...] = ()  # in training in this generation, or restored into it
+    rehearsed: tuple[tuple[Count, Rank], ...] = ()  # what a spare has ready in each local slot
+    finished: tuple[Rank, ...] = ()  # whose script has ended well
+    store: str = ""  # where a worker of this node offers a fresh one for the *next* group build
+    checkpoint: Checkpoint = Checkpoint()  # the newest one a rank of this node has finished saving
+    stuck: str = ""  # why this generation cannot go on as it is although nobody is lost
+    sent_at: float = NEVER  # by the sender's clock; for this and the next see self_fencing.py
+    heard: float = NEVER  # `sent_at` of the newest Status heard of that coordinator in this generation
+    moved: Count = 0  # grows while processes of this node say that they get on
+    able: bool = False  # this spare has rehearsed what it was told to
+    unable: str = ""  # why it could not take over all the same
+    pruned: bool = False  # records of first steps of this node's ranks are dropped
+    broken: tuple[NodeId, ...] = ()  # the other end of the training connection that is `stuck` (the sender: not known)
 
 
 class Status(Message, frozen=True):
-    """Coordinator -> every member, on every change and at least once per heartbeat interval.
-
-    `sent_at`: now, by the coordinator's clock. `certain`: `sent_at` of the receiver's newest report after which a
-    majority has heard of the coordinator (see self_fencing.py for both).
-    """
+    """Coordinator -> every member, on every change and at least once per heartbeat interval."""
 
     generation: Generation
     committed: Step
     training: bool
-    waiting: bool = False
-    """No spare is left for a loss: everyone holds what it has until a host joins."""
-    sent_at: float = NEVER
-    certain: float = NEVER
+    waiting: bool = False  # no spare is left for a loss: everyone holds what it has until a host joins
+    sent_at: float = NEVER  # by the coordinator's clock; for this and the next see self_fencing.py
+    certain: float = NEVER  # `sent_at` of the receiver's newest report that a majority heard the coordinator after
 
 
 class Start(Message, frozen=True):
@@ -97,15 +80,13 @@ class Rehearse(Message, frozen=True):
 
 
 class NodeFailed(Message, frozen=True):
-    """Any member -> coordinator: `node` (perhaps the sender itself, before it leaves) is lost, and why. To `node`
-    itself from whoever counts it as lost, or has a plan of `generation` that does.
-
-    `silent`: for nothing but its silence."""
+    """Any member -> coordinator: `node` (perhaps the sender itself, before it leaves) is lost. To `node` itself from
+    whoever counts it as lost, or has a plan of `generation` that does."""
 
     generation: Generation
     node: NodeId
     reason: str
-    silent: bool = False
+    silent: bool = False  # for nothing but its silence
 
 
 class RankFailed(Message, frozen=True):
@@ -116,26 +97,22 @@ class RankFailed(Message, frozen=True):
 
 
 class GroupCalls(msgspec.Struct, frozen=True, array_like=True):
-    """The collectives of a rank in a group in this generation: their number, their digest, the codes of the last
-    ones, the newest last; and number and digest at the cuts of its newest steps (pairing.py)."""
+    """The collectives of a rank in a group in this generation (pairing.py)."""
 
     key: str
     count: Count
     digest: Digest
-    recent: tuple[Digest, ...]
-    cuts: tuple[tuple[Step, Count, Digest], ...] = ()
+    recent: tuple[Digest, ...]  # codes of the last ones, the newest last
+    cuts: tuple[tuple[Step, Count, Digest], ...] = ()  # number and digest at the cuts of the newest steps
 
 
 class RankCalls(msgspec.Struct, frozen=True, array_like=True):
-    """The collectives of one rank, group by group.
-
-    `newcomer`: it is unproven (context.py). `again`: the process before it was ended
-    for what it had issued."""
+    """The collectives of one rank, group by group."""
 
     rank: Rank
     groups: tuple[GroupCalls, ...]
-    newcomer: bool = False
-    again: bool = False
+    newcomer: bool = False  # it is unproven (context.py)
+    again: bool = False  # the process before it was ended for what it had issued
 
 
 class Compare(Message, frozen=True):
@@ -160,36 +137,31 @@ class Replace(Message, frozen=True):
 
 
 class JoinRequest(Message, frozen=True):
-    """A host that is no member -> every member, until a decided plan has it in its world. `rack`: "" if it has none."""
+    """A host that is no member -> every member, until a decided plan has it in its world."""
 
     rack: str = ""
 
 
 class Prepare(Message, frozen=True):
-    """Proposer -> members: promise this ballot; `lost` is what the proposer believes lost, `silent` those of them for
-    nothing but their silence."""
+    """Proposer -> members: promise this ballot."""
 
     ballot: Ballot
-    lost: tuple[NodeId, ...]
-    silent: tuple[NodeId, ...] = ()
+    lost: tuple[NodeId, ...]  # as the proposer believes
+    silent: tuple[NodeId, ...] = ()  # those of them that are for nothing but their silence
 
 
 class Promise(Message, frozen=True):
-    """Member -> proposer. `accepted` is the plan this member has accepted for that generation, if any, with its
-    ballot; `holdings` and `store` are as in Report, taken after the member has fenced the old generation. `failed`: the
-    ranks of this node whose process is gone. `committed`: the newest step this member knows to be committed, which no
-    plan since has undone; `training`: whether it knows that training has begun. `able`: it stands by and has
-    rehearsed some rank."""
+    """Member -> proposer, after the member has fenced the old generation."""
 
     ballot: Ballot
-    accepted: tuple[Ballot, SwapPlan] | None
+    accepted: tuple[Ballot, SwapPlan] | None  # the plan it has accepted for that generation
     holdings: tuple[Holding, ...]
     store: str
-    failed: tuple[Failure, ...] = ()
-    committed: Step = NO_STEP
-    training: bool = False
+    failed: tuple[Failure, ...] = ()  # ranks of this node whose process is gone
+    committed: Step = NO_STEP  # the newest step it knows to be committed, which no plan since has undone
+    training: bool = False  # it knows that training has begun
     checkpoint: Checkpoint = Checkpoint()
-    able: bool = False
+    able: bool = False  # it stands by and has rehearsed some rank
 
 
 class Propose(Message, frozen=True):
@@ -209,25 +181,23 @@ class Refused(Message, frozen=True):
 
 
 class Decided(Message, frozen=True):
-    """Proposer -> all: the plan is durable at a majority, by `ballot`; act on it. Sent again to whoever is an older
-    generation's."""
+    """Proposer -> all: the plan is durable at a majority; act on it. Sent again to whoever is an older generation's."""
 
     plan: SwapPlan
     ballot: Ballot
 
 
 class Verdict(Message, frozen=True):
-    """Coordinator -> all: the job ends here. `exit_code` for every process; `cause` is None for an orderly end."""
+    """Coordinator -> all: the job ends here."""
 
     generation: Generation
-    exit_code: ExitCode
+    exit_code: ExitCode  # of every process
     reason: str
-    cause: Unrecoverable | None = None
+    cause: Unrecoverable | None = None  # None for an orderly end
 
 
 class Goodbye(Message, frozen=True):
-    """The sender has left and will not be back. Members have its `verdict`, if it leaves by one, from before; a host
-    that is about to join has it from here."""
+    """The sender has left and will not be back. Its `verdict` is for hosts that are about to join."""
 
     generation: Generation
     verdict: Verdict | None = None
@@ -244,12 +214,10 @@ def generation_of(message: AnyMessage) -> Generation:
     match message:
         case Report() | Status():  # nearly all are
             return message.generation
-        case Decided():
-            return message.plan.world.generation
         case JoinRequest():
             return 0
         case Prepare() | Promise() | Propose() | Accepted() | Refused():
             return message.ballot.generation - 1
-        case Start():
-            return message.world.generation
+        case Start(world) | Decided(SwapPlan(world)):
+            return world.generation
     return message.generation

@@ -1,17 +1,16 @@
 """Placement of mirrors, of takeovers and of rehearsals on nodes, and of a node's ranks on its slots.
 
-Rules of this file: pure functions; every node computes the same answer from the same world, so none of it is ever
-sent (but where racks matter). May import mirrors and types only.
+Rules of this file: pure functions; every node computes the same answer from the same world, so none of it is ever sent.
+But where racks matter the mirrors are part of the world: a swap moves none that may stay.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 
 import msgspec
 
-from .mirrors import assign
 from .types import NodeId, Rank, World
 
 
@@ -27,7 +26,7 @@ class Rehearsal(msgspec.Struct, frozen=True):
 def buddies_of(world: World, node: NodeId, copies: int) -> tuple[NodeId, ...]:
     """The nodes that hold `node`'s mirrors: the next `copies` active ones of the ring, then spares if too few.
 
-    Where the world names racks it has an assignment of its own (mirrors.py), made for the job's `copies`.
+    Where the world names racks it has an assignment of its own, made for the job's `copies`.
     Returns: () for a node without ranks; fewer than `copies` where the world has no more members.
     """
     if not world.ranks_of(node):
@@ -105,7 +104,7 @@ def world_after(
     world: World,
     lost: Collection[NodeId],
     joined: Collection[NodeId] = (),
-    racks: Mapping[NodeId, str] = MappingProxyType({}),
+    racks: Mapping[NodeId, str] | None = None,
     copies: int = 1,
     able: Collection[NodeId] = (),
 ) -> World | None:
@@ -127,48 +126,109 @@ def world_after(
         takers.get(node, node): [takers.get(buddy, buddy) for buddy in buddies_of(world, node, copies)]
         for node in world.active
     }
-    return with_racks(after, {**dict(world.racks), **racks}, copies, before)
+    return with_racks(after, {**dict(world.racks), **(racks or {})}, copies, before)
 
 
 def with_racks(
-    world: World,
-    racks: Mapping[NodeId, str],
-    copies: int,
-    before: Mapping[NodeId, Collection[NodeId]] = MappingProxyType({}),
+    world: World, racks: Mapping[NodeId, str], copies: int, before: Mapping[NodeId, Collection[NodeId]] | None = None
 ) -> World:
     """`world` with its members' racks and the mirrors that follow from them; as it is if they have none.
 
-    Args: before: whose mirrors are where already.
+    Args: before: whose mirrors are where already; what is still allowed stays.
     """
     known = tuple((node, racks[node]) for node in world.members if racks.get(node))
     if not known:
         return world
     placed = msgspec.structs.replace(world, racks=known)
-    return msgspec.structs.replace(placed, mirrors=assign(placed, copies, before))
+    buddies = _Assignment(placed, min(copies, len(world.members) - 1), before or {}).buddies
+    return msgspec.structs.replace(placed, mirrors=tuple(map(tuple, buddies.values())))
+
+
+class _Assignment:
+    """The buddies of each active node where hosts stand in racks: never two copies in one while another has room.
+
+    A node has room for as many mirrors as it gives away itself, so nobody needs more memory than everybody does; a
+    spare has as much. What is lost is filled in, by having others move where nobody has room, and the rest is left
+    alone. Among equals the next along the ring is taken.
+    Source of the search: augmenting paths, Kuhn (1955), with racks as a further condition on each edge.
+    """
+
+    def __init__(self, world: World, copies: int, before: Mapping[NodeId, Collection[NodeId]]) -> None:
+        self._world, self._copies = world, copies
+        self._rack = {node: world.rack_of(node) for node in world.members}
+        self.buddies: dict[NodeId, list[NodeId]] = {node: [] for node in world.active}  # in the order of the ring
+        self._load: Counter[NodeId] = Counter()
+        for node in world.active:
+            for buddy in before.get(node, ()):
+                wanted = len(self.buddies[node]) < copies and self._load[buddy] < copies
+                if wanted and buddy in self._fitting(node, {buddy}, apart=True):
+                    self._give(node, buddy)
+        active, members = frozenset(world.active), frozenset(world.members)
+        for among, apart, others_apart in (
+            (active, True, True), (members, True, True), (members, False, True), (members, False, False),
+        ):  # fmt: skip
+            for node in world.active:
+                while len(self.buddies[node]) < copies:
+                    if not self._find(node, among, apart, others_apart, set(), before.get(node, ())):
+                        break
+
+    def _give(self, node: NodeId, buddy: NodeId) -> None:
+        self.buddies[node].append(buddy)
+        self._load[buddy] += 1
+
+    def _find(
+        self,
+        node: NodeId,
+        among: Collection[NodeId],
+        apart: bool,
+        others_apart: bool,
+        asked: set[NodeId],
+        before: Collection[NodeId] = (),
+    ) -> bool:
+        """Find one buddy more for `node`, if need be by having others move to where there is room.
+
+        Args: apart: in racks that hold no copy of it yet. others_apart: whoever must move for it stays apart too.
+        """
+        fitting = [one for one in self._fitting(node, among, apart) if one not in asked]
+        free = [one for one in fitting if self._load[one] < self._copies]
+        if free:
+            self._give(node, min(free, key=lambda one: (one not in before, self._load[one])))
+            return True
+        for buddy in fitting:
+            if buddy in asked:
+                continue
+            asked.add(buddy)
+            for other in [one for one, held in self.buddies.items() if buddy in held and one != node]:
+                self.buddies[other].remove(buddy)
+                self._load[buddy] -= 1
+                if self._find(other, among, others_apart, others_apart, asked):
+                    self._give(node, buddy)
+                    return True
+                self._give(other, buddy)
+        return False
+
+    def _fitting(self, node: NodeId, among: Collection[NodeId], apart: bool) -> list[NodeId]:
+        """List who could be the next buddy of `node`: along the ring from it on, then the spares."""
+        ring, rack = self._world.active, self._rack
+        own = self._world.positions[node]
+        held = {node, *self.buddies[node]}
+        racks = {rack[one] for one in held} if apart else set()
+        order = (*ring[own + 1 :], *ring[:own], *self._world.spares)
+        return [one for one in order if one in among and one not in held and rack[one] not in racks]
 
 
 class LocalSlot(msgspec.Struct, frozen=True):
-    """One slot of a node as a decided plan finds it; ranks are -1 where there is none.
+    """One slot of a node as a decided plan finds it; ranks are -1 where there is none."""
 
-    Args:
-        rank: what it has run so far.
-        serves: its process lives and runs that rank.
-        rehearses: what its process rehearses, or has rehearsed.
-    """
-
-    rank: Rank
-    serves: bool
-    rehearses: Rank = -1
+    rank: Rank  # what it has run so far
+    serves: bool  # its process lives and runs that rank
+    rehearses: Rank = -1  # what its process rehearses, or has rehearsed
 
 
 def divide(ranks: Sequence[Rank], slots: Sequence[LocalSlot]) -> tuple[dict[Rank, int], dict[Rank, int]]:
-    """Divide a node's slots: those that go on with their rank, and those that are to take its other ranks over.
+    """Divide a node's slots among its `ranks`: those that go on with their rank, and those that take another one over.
 
     A rank without a process gets its own slot, else the one that rehearses it, else one that has no rank.
-
-    Args:
-        ranks: what the node runs in the plan's world.
-
     Returns: rank -> index into `slots`, for both. A rank that there is no slot for is in neither.
     """
     staying = {rank: n for rank in ranks for n, slot in enumerate(slots) if slot.rank == rank and slot.serves}

@@ -1,7 +1,7 @@
 """The user's decisions about losses, the waits of the protocol, and budgets of repetitions.
 
 Rules of this file: `Policy` and `Timing` are frozen and the same on every node; the caller derives them from the
-configuration. All times are in seconds of the caller's monotonic clock. May import nothing.
+configuration. All times are in seconds of the caller's monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,31 +15,23 @@ from dataclasses import dataclass
 class Policy:
     """See the fields of the same names in the configuration."""
 
-    copies: int = 1
-    """On how many other nodes each snapshot must be before its step is committed."""
+    copies: int = 1  # on how many other nodes each snapshot must be before its step is committed
     restarts_max: int = 3
     """How often within the window the process of one rank is replaced on its own node; at one more loss the node counts
     as lost."""
-    wait_for_hosts: bool = False
-    """Without a spare: wait, holding everything, until a host joins (instead of ending the job)."""
-    witness: bool = False
-    """In a tie the half whose plan the witness keeps decides, instead of the half with the first active node."""
-    restarts_window_s: float = 3600.0
-    """Losses longer ago than this do not count."""
+    wait_for_hosts: bool = False  # without a spare wait, holding everything, until a host joins; else the job ends
+    witness: bool = False  # in a tie the half whose plan it keeps decides, instead of that with the first active node
+    restarts_window_s: float = 3600.0  # losses longer ago than this do not count
 
 
 @dataclass(frozen=True)
 class Timing:
     """The time limits of one job."""
 
-    heartbeat_interval_s: float = 0.5
-    """Every member says something to the coordinator, and it to every member, at least this often."""
-    silent_after_s: float = 10.0
-    """A member not heard of for this long is lost."""
-    phase_timeout_s: float = 20.0
-    """A node that has not answered a phase of a swap by then is lost, and the phase is repeated without it."""
-    decision_timeout_s: float = 300.0
-    """A node that has waited so long for a decision about the next generation, or to be taken in, leaves."""
+    heartbeat_interval_s: float = 0.5  # every member speaks to the coordinator, and it to them, at least this often
+    silent_after_s: float = 10.0  # a member not heard of for this long is lost
+    phase_timeout_s: float = 20.0  # a phase of a swap is repeated without who has not answered by then: it is lost
+    decision_timeout_s: float = 300.0  # who waits longer for the next generation, or to be taken in, leaves
     start_timeout_s: float = 1800.0
     """After the start and after each swap all ranks must be in training within this time; else the job stops. It
     begins anew with each rank that gets there, and whenever a newcomer on its way through past steps gets on."""

@@ -1,6 +1,6 @@
 """One node's evidence about the others: fast evidence counts at once, silence at its deadline.
 
-Rules of this file: time is an argument; one's own pause is no evidence about others. May import policy and types only.
+Rules of this file: time is an argument; one's own pause is no evidence about others.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from .types import NodeId
 
 @dataclass
 class Watch:
-    """One node's view of the others.
-
-    `evidence`: why each lost node is lost. `silent`: those of them that are lost for nothing but their silence; only
-    that is ever taken back from a member. `heard`: when this node last heard of each.
-    """
+    """One node's view of the others."""
 
     timing: Timing
-    evidence: dict[NodeId, str] = field(default_factory=dict)
-    silent: set[NodeId] = field(default_factory=set)
-    heard: dict[NodeId, float] = field(default_factory=dict)
+    evidence: dict[NodeId, str] = field(default_factory=dict)  # why each lost node is lost
+    silent: set[NodeId] = field(default_factory=set)  # those for nothing but silence, which alone may be taken back
+    heard: dict[NodeId, float] = field(default_factory=dict)  # when this node last heard of each
     unheard: set[NodeId] = field(default_factory=set)
     """Nodes that have not said a word to this one since the hosts met. They may still wait for a link to a host that
     has died, so their silence counts only after `Timing.linking_s`; a link that ends counts as ever. Nobody is in it
@@ -56,10 +52,7 @@ class Watch:
         return found
 
     def suspect(self, node: NodeId, reason: str, silent: bool = False) -> bool:
-        """Count `node` as lost; the first reason stays. Returns: whether that is news.
-
-        Args: silent: for nothing but its silence.
-        """
+        """Count `node` as lost; the first reason stays. Returns: whether that is news."""
         is_news = node not in self.evidence
         if not silent:
             self.silent.discard(node)

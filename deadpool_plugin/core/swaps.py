@@ -14,11 +14,10 @@ from collections.abc import Collection, Mapping
 from .api import Claim, Look
 from .context import Context
 from .events import HostJoined, NodeLost, Note, StepsUndone, SwapPlanned, Unprotected, WaitingForHost
-from .ledger import Ledger
+from .ledger import Ledger, NoSpare, Situation, plan_swap
 from .membership import Proposal, is_half, is_quorum
 from .messages import Accepted, Decided, NodeFailed, Promise, Propose, Refused, Report
 from .pairing import Pairing
-from .planning import NoSpare, Situation, plan_swap
 from .processes import Processes
 from .types import NEVER, NO_STEP, Ballot, NodeId, Rank, SwapPlan, Unrecoverable, listed
 from .voter import Voter
@@ -175,15 +174,12 @@ class Swaps:
             ctx.stop(f"every rank failed: {raised[0].reason}", raised[0].exit_code)
             return
         plan = proposal.inherited() or self._plan(proposal, promises, failed)
-        if isinstance(plan, NoSpare):
-            plan = plan.verdict
-            if ctx.policy.wait_for_hosts:  # everyone has said what it holds: that stays true for as long as it takes
-                proposal.waits_with = ctx.joinable
-                if not ctx.waiting:
-                    ctx.wait_for_host()
-                    ctx.emit(WaitingForHost(f"{described(proposal.lost)}; {plan.reason}"))
-                return
-        if isinstance(plan, Unrecoverable):
+        if isinstance(plan, NoSpare) and ctx.policy.wait_for_hosts:
+            proposal.waits_with = ctx.joinable  # all have said what they hold: that stays true for as long as it takes
+            if not ctx.waiting:
+                ctx.wait_for_host()
+                ctx.emit(WaitingForHost(f"{described(proposal.lost)}; {plan.reason}"))
+        elif isinstance(plan, Unrecoverable):
             ctx.learn_committed(plan.newest_committed)
             self._stop(proposal, plan.reason, plan.lost_ranks)
         elif plan.store or plan.restore_step == NO_STEP:
@@ -200,7 +196,7 @@ class Swaps:
 
     def _plan(
         self, proposal: Proposal, promises: Mapping[NodeId, Promise], failed: Collection[Rank]
-    ) -> SwapPlan | NoSpare | Unrecoverable:
+    ) -> SwapPlan | Unrecoverable:
         ctx = self._ctx
         # A replacement of the last swap has no calls from before its restore step: the job can go back no further.
         oldest = ctx.plan.restore_step if ctx.plan is not None else 0

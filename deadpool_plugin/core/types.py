@@ -2,7 +2,6 @@
 
 Rules of this file: frozen values only, no behaviour beyond look-ups; world size, rank order and group
 rank lists never change in a swap, only rank -> node does (so a `World` is all a swap replaces).
-May import nothing of this package.
 """
 
 from __future__ import annotations
@@ -13,45 +12,33 @@ from typing import Annotated
 
 import msgspec
 
+# Bounds hold for what is decoded: nothing else may come from another process.
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
-"""Bounds hold for what is decoded: nothing else may come from another process."""
 NodeId = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 Step = Annotated[int, msgspec.Meta(ge=-1, le=1 << 48)]
 Generation = Count
-ExitCode = Annotated[int, msgspec.Meta(ge=-255, le=255)]
-"""Negative for a signal, as in subprocess."""
-
-Digest = Annotated[int, msgspec.Meta(ge=0)]
-"""Mask of 64 bits: decoded numbers hold no more, and msgspec takes no bound above 63."""
+ExitCode = Annotated[int, msgspec.Meta(ge=-255, le=255)]  # negative for a signal, as in subprocess
+Digest = Annotated[int, msgspec.Meta(ge=0)]  # of 64 bits: decoded numbers hold no more; msgspec bounds 63 at most
 
 NO_STEP: Step = -1
-MASK = (1 << 64) - 1
-"""The largest digest."""
-NEVER = -1.0
-"""Before any time of any clock."""
+MASK = (1 << 64) - 1  # the largest digest
+NEVER = -1.0  # before any time of any clock
 
-EXIT_UNRECOVERABLE = 86
-"""Every process ends with this after a verdict; the same as in errors.py, which core may not import."""
-EXIT_FENCED = 87
-"""The processes of one node that is out of the job end with this."""
-EXIT_SIGNALLED = 128
-"""More than this by so many as the signal with which a person has ended the job."""
+EXIT_UNRECOVERABLE = 86  # of every process after a verdict; as in errors.py, which core may not import
+EXIT_FENCED = 87  # of the processes of one node that is out of the job
+EXIT_SIGNALLED = 128  # and more: the signal with which a person has ended the job
 
 
 class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """The nodes that run the ranks in one generation, and those that stand by.
-
-    `node_of[rank]` is the node of that rank; `spares` are the standing-by nodes in the order in which they
-    take over. `racks`: the rack of each member that has one; who has none stands alone. `mirrors`: where racks matter,
-    the buddies of each active node, in the order of `active` (else they follow from the ring, see placement.py).
-    """
+    """The nodes that run the ranks in one generation, and those that stand by."""
 
     generation: Generation
-    node_of: tuple[NodeId, ...]
-    spares: tuple[NodeId, ...] = ()
-    racks: tuple[tuple[NodeId, str], ...] = ()
+    node_of: tuple[NodeId, ...]  # by rank
+    spares: tuple[NodeId, ...] = ()  # in the order in which they take over
+    racks: tuple[tuple[NodeId, str], ...] = ()  # of each member that has one; who has none stands alone
     mirrors: tuple[tuple[NodeId, ...], ...] = ()
+    """Where racks matter the buddies of each active node, in the order of `active`; else see placement.py."""
 
     @cached_property
     def active(self) -> tuple[NodeId, ...]:
@@ -93,23 +80,17 @@ class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):
-    """One verified snapshot in one node's memory.
-
-    `payload` is False where only the header (scalars, call records) is held because another rank of
-    `replicas` on another node keeps the same payload. `replicas` names every rank whose payload is identical,
-    the rank itself included. `paired`: what the rank's collectives up to this step come to (pairing.py).
-    """
+    """One verified snapshot in one node's memory."""
 
     rank: Rank
     step: Step
-    payload: bool
-    replicas: tuple[Rank, ...]
-    paired: Digest = 0
+    payload: bool  # else the header (scalars, call records) alone: another node keeps the payload of a replica
+    replicas: tuple[Rank, ...]  # every rank whose payload is identical, the rank itself included
+    paired: Digest = 0  # what the rank's collectives up to this step come to (pairing.py)
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """Source of a lost rank's snapshot: its header from one node, its payload from `payload_rank`'s
-    snapshot of the same step on a (possibly different) node."""
+    """Source of a lost rank's snapshot: its header, and the payload of `payload_rank`'s snapshot of the same step."""
 
     rank: Rank
     header_node: NodeId
@@ -118,45 +99,34 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """The process of `rank` is gone from a healthy node. `exit_code` is that of a script that ended by itself with an
-    error, -1 if something else ended it."""
+    """The process of `rank` is gone from a healthy node."""
 
     rank: Rank
-    exit_code: ExitCode
+    exit_code: ExitCode  # of a script that ended by itself with an error, -1 if something else ended it
     reason: str
 
 
 class Checkpoint(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """A complete checkpoint on disk, as the script's own saving call left it. The newest is the largest.
+    """A complete checkpoint on disk, as the script's own saving call left it. The newest is the largest."""
 
-    `whole`: saved by all ranks as one. A file that a script writes beside those is never the newest checkpoint.
-    """
-
-    whole: bool = False
+    whole: bool = False  # saved by all ranks as one; a file that a script writes beside those is never the newest
     step: Step = NO_STEP
     path: str = ""
 
 
 class SwapPlan(msgspec.Struct, frozen=True, array_like=True):
-    """The plan that every node carries out once a majority has accepted it.
-
-    `restore_step` is NO_STEP where nothing was lost because training had not begun: every rank then begins its script
-    again in a new process, and `store` is "" until one of them offers one. `lost_ranks` lived on nodes that survive:
-    their own node starts a new process for them. `joined` are hosts that were no members before.
-    """
+    """The plan that every node carries out once a majority has accepted it."""
 
     world: World
-    restore_step: Step
+    restore_step: Step  # NO_STEP where training had not begun: every rank begins its script again in a new process
     lost_nodes: tuple[NodeId, ...]
     sources: tuple[Source, ...]
-    store: str
-    lost_ranks: tuple[Rank, ...] = ()
-    joined: tuple[NodeId, ...] = ()
+    store: str  # "" with NO_STEP, until one of the new processes offers one
+    lost_ranks: tuple[Rank, ...] = ()  # on nodes that survive, which start a new process for them
+    joined: tuple[NodeId, ...] = ()  # hosts that were no members before
 
 
 class Unrecoverable(msgspec.Struct, frozen=True, array_like=True):
-    """No plan exists; `reason` says why, for people."""
-
     reason: str
     lost_ranks: tuple[Rank, ...]
     newest_committed: Step

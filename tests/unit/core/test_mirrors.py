@@ -1,4 +1,4 @@
-"""mirrors.py against a dumb oracle that tries every assignment: copies apart wherever they can be, and few moves."""
+"""Mirrors of hosts in racks against an oracle that tries every assignment: copies apart if they can be, few moves."""
 
 from __future__ import annotations
 
