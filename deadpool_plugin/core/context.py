@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 
-import msgspec
-
 from .api import AbortWorkers, Action, Emit, Leave, Send
 from .events import Event, JobFinished, JobStopped, NodeFenced
 from .membership import is_quorum, is_quorum_without
-from .messages import AnyMessage, Decided, NodeFailed, Promise, Status, Verdict
+from .messages import AnyMessage, Decided, NodeFailed, Prepare, Promise, Status, Verdict
 from .policy import Policy, Timing
 from .suspicion import Watch
 from .types import (
@@ -23,6 +21,7 @@ from .types import (
     EXIT_UNRECOVERABLE,
     NEVER,
     NO_STEP,
+    Ballot,
     Checkpoint,
     Generation,
     NodeId,
@@ -32,17 +31,6 @@ from .types import (
     Unrecoverable,
     World,
 )
-
-
-class ReportedSuspects(msgspec.Struct, frozen=True):
-    """The nodes that the proposer we last promised counts as lost, and those of them that are only silent.
-
-    Void if the proposer is lost itself: of two nodes that have lost each other only one shall go.
-    """
-
-    proposer: NodeId
-    lost: Mapping[NodeId, str] = {}
-    silent: tuple[NodeId, ...] = ()
 
 
 class Context:
@@ -63,7 +51,9 @@ class Context:
         self.plan: SwapPlan | None = None  # that of `decided`
         self.begins_at_top = True  # the script begins from its top in this generation
         self.watch = Watch(timing)
-        self.reported_suspects = ReportedSuspects(node)
+        self.reported = Prepare(Ballot(0, 0, node), ())
+        """The newest one that was promised: whom its proposer counts as lost. Void if the proposer is lost itself: of
+        two nodes that have lost each other only one shall go."""
         self.suspects: Mapping[NodeId, str] = {}  # why a member is lost, by our own evidence or as reported
         self.coordinator: NodeId = -1  # the lowest living member, as far as this node knows; -1 in a world of none
         self.leads = False  # this node coordinates, as far as it knows
@@ -129,7 +119,7 @@ class Context:
         self.stuck, self.broken = "", ()
         self.swapping = self.waiting = False
         self.contact_at, self.echo = max(self.contact_at, asked_at), (self.node, NEVER)
-        self.report_suspects(ReportedSuspects(self.node))
+        self.report_suspects(Prepare(Ballot(plan.world.generation, 0, self.node), ()))
 
     def suspect(self, node: NodeId, reason: str, silent: bool = False) -> None:
         """Count `node` as lost, by our own evidence. See `Watch.suspect`."""
@@ -141,14 +131,15 @@ class Context:
         if self.watch.clear(node):
             self._find_suspects()
 
-    def report_suspects(self, reported: ReportedSuspects) -> None:
-        self.reported_suspects = reported
+    def report_suspects(self, prepare: Prepare) -> None:
+        self.reported = prepare
         self._find_suspects()
 
     def _find_suspects(self) -> None:
         """Find the lost members and the coordinator again. The cost grows with the evidence only."""
-        evidence, reported, places = self.watch.evidence, self.reported_suspects, self.world.positions
-        known = evidence if reported.proposer in evidence else {**reported.lost, **evidence}
+        evidence, proposer, places = self.watch.evidence, self.reported.ballot.node, self.world.positions
+        reported = () if proposer in evidence else self.reported.lost
+        known = {**dict.fromkeys(reported, f"counted as lost by node {proposer}"), **evidence}
         self.suspects = {node: known[node] for node in sorted(known.keys() & places.keys(), key=places.__getitem__)}
         self.coordinator = next((node for node in self.world.seniority if node not in self.suspects), -1)
         self.leads = self.coordinator == self.node
@@ -156,7 +147,7 @@ class Context:
     def is_silent(self, suspect: NodeId) -> bool:
         """Return whether nothing but silence speaks against `suspect`, as far as we know."""
         watch = self.watch
-        return suspect in watch.silent or (suspect not in watch.evidence and suspect in self.reported_suspects.silent)
+        return suspect in watch.silent or (suspect not in watch.evidence and suspect in self.reported.silent)
 
     @property
     def living(self) -> tuple[NodeId, ...]:

@@ -27,7 +27,7 @@ from .policy import Policy, Timing
 from .processes import Processes
 from .self_fencing import SelfFencing
 from .swaps import Swaps
-from .types import EXIT_SIGNALLED, NEVER, Generation, NodeId, Rank, Step, World
+from .types import EXIT_SIGNALLED, NEVER, Generation, NodeId, Rank, World
 
 
 class Controller:
@@ -61,11 +61,6 @@ class Controller:
         return self._ctx.world.generation
 
     @property
-    def committed(self) -> Step:
-        """The newest committed step of this generation this node knows of."""
-        return self._ctx.committed
-
-    @property
     def leads(self) -> bool:
         """Return whether this node coordinates, as far as it knows; before WorldFormed it speaks for itself."""
         return self._ctx.leads or not self._ctx.formed
@@ -77,10 +72,6 @@ class Controller:
         if not (ctx.formed and ctx.leads) or ctx.training or ctx.swapping or ctx.ended:
             return ()
         return self._coordination.unready
-
-    @property
-    def ended(self) -> bool:
-        return self._ctx.ended
 
     # -- one input ---------------------------------------------------------------------------------------------
 
@@ -270,15 +261,15 @@ class Controller:
     def _hear(self, sender: NodeId, message: AnyMessage) -> None:
         ctx, swaps = self._ctx, self._swaps
         match message:
+            case messages.Report() | messages.Status() | messages.RankFailed() if message.generation < self.generation:
+                swaps.bring_up_to_date(sender)
             case messages.Report():
                 self._report(sender, message)
             case messages.Status():
                 self._status(sender, message)
             case messages.NodeFailed():
                 self._node_failed(sender, message)
-            case messages.RankFailed(generation):
-                if generation < ctx.world.generation:
-                    swaps.bring_up_to_date(sender)
+            case messages.RankFailed():
                 self._processes.hear_gone(sender, message)
             case messages.Start(world, store):
                 if world.generation == self.generation and ctx.begins_at_top and not (self._started or ctx.swapping):
@@ -313,22 +304,19 @@ class Controller:
 
     def _report(self, sender: NodeId, message: messages.Report) -> None:
         ctx = self._ctx
-        if message.generation < ctx.world.generation:
-            self._swaps.bring_up_to_date(sender)
-        elif message.generation == ctx.world.generation:
-            if not ctx.leads:
-                # `sender` takes this node for the coordinator: it knows already of losses that this node is yet to
-                # notice, and is not to take the silence meanwhile for one more.
-                ctx.send(sender, messages.Status(self.generation, ctx.committed, ctx.training, ctx.waiting, ctx.now))
-            self._coordination.hear(sender, message)
-            is_stuck = message.stuck and not ctx.swapping
-            if is_stuck and not (message.broken and self._partition.broke(sender, message.broken[0])):
-                self._swaps.stuck(sender, message.stuck)
+        if message.generation != ctx.world.generation:
+            return
+        if not ctx.leads:
+            # `sender` takes this node for the coordinator: it knows already of losses that this node is yet to notice,
+            # and is not to take the silence meanwhile for one more.
+            ctx.send(sender, messages.Status(self.generation, ctx.committed, ctx.training, ctx.waiting, ctx.now))
+        self._coordination.hear(sender, message)
+        is_stuck = message.stuck and not ctx.swapping
+        if is_stuck and not (message.broken and self._partition.broke(sender, message.broken[0])):
+            self._swaps.stuck(sender, message.stuck)
 
     def _status(self, sender: NodeId, message: messages.Status) -> None:
         ctx = self._ctx
-        if message.generation < ctx.world.generation:
-            self._swaps.bring_up_to_date(sender)
         if message.generation != ctx.world.generation or sender in ctx.watch.evidence:
             return
         if sender in ctx.suspects:  # a rival of our coordinator, which is not to take the silence for a loss meanwhile

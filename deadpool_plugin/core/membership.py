@@ -93,16 +93,8 @@ class Proposal:
 
     def missing(self, world: World) -> tuple[NodeId, ...]:
         """The members this phase still waits for."""
-        return tuple(node for node in world.members if self.is_missing(world, node))
-
-    def is_missing(self, world: World, node: NodeId) -> bool:
-        """Return whether this phase still waits for `node`."""
         answered: Collection[NodeId] = self.promises if self.plan is None else self.accepted
-        return node in world.positions and node not in self.lost and node not in answered
-
-    def is_outdated(self, suspects: Collection[NodeId]) -> bool:
-        """Return whether the round counts on a lost node's promise. A later loss is the next generation's."""
-        return self.plan is None and any(node not in self.lost for node in suspects)
+        return tuple(node for node in world.members if node not in self.lost and node not in answered)
 
     def inherited(self) -> SwapPlan | None:
         """The plan this round must propose because an earlier one may have been decided: that of the largest ballot."""

@@ -1,7 +1,7 @@
 """The phases of one node, and every move between them.
 
 Rules of this file: the table is the truth. A move that it lacks raises and is a bug of ours; each of its moves is made
-by some test; the diagram in core/README.md is made of it.
+by some test; the diagram in core/README.md shows it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,3 @@ def moved(before: Phase, after: Phase) -> Phase:
     if after is not before and after not in MOVES[before]:
         raise IllegalMove(f"{before.name} -> {after.name}; from {before.name} lead {[to.name for to in MOVES[before]]}")
     return after
-
-
-def diagram() -> str:
-    """The table as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {Phase.OUTSIDE.name}"]
-    lines += [f"    {phase.name}: {phase.name} ({phase.value})" for phase in Phase]
-    lines += [f"    {old.name} --> {new.name}: {why}" for old, moves in MOVES.items() for new, why in moves.items()]
-    return "\n".join([*lines, f"    {Phase.ENDED.name} --> [*]"])

@@ -77,7 +77,8 @@ class Swaps:
         if ctx.now < self._retry_at:
             return False
         if self.proposal is not None:
-            return self.proposal.is_outdated(suspects)
+            # It counts on a lost node's promise. A later loss is the next generation's.
+            return self.proposal.plan is None and any(node not in self.proposal.lost for node in suspects)
         if not suspects:
             due = self._processes.any_gone or self._is_stuck or ctx.swapping
             return due or (ctx.training and bool(ctx.joinable))
@@ -129,14 +130,14 @@ class Swaps:
 
     def counts_as_lost(self, node: NodeId) -> bool:
         """Return whether the swap under way was begun, or goes on, without `node`."""
-        return node in self._announced or node in self._ctx.reported_suspects.lost
+        return node in self._announced or node in self._ctx.reported.lost
 
     def bring_up_to_date(self, node: NodeId) -> None:
         """Tell `node`, which speaks of an older generation, what was decided and what is being asked since."""
         ctx, proposal = self._ctx, self.proposal
         if ctx.decided is not None:
             ctx.send(node, ctx.decided)
-        if proposal is not None and proposal.plan is None and proposal.is_missing(ctx.world, node):
+        if proposal is not None and proposal.plan is None and node in proposal.missing(ctx.world):
             ctx.send(node, proposal.prepare())
 
     # -- from promises to a plan ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ it carries changes. See membership.py for the votes.
 
 from __future__ import annotations
 
-from .context import Context, ReportedSuspects
+from .context import Context
 from .membership import Acceptor
 from .messages import Accepted, NodeFailed, Prepare, Promise, Propose, Refused, Report
 from .processes import Processes
@@ -36,8 +36,7 @@ class Voter:
             self._postponed[sender] = message
             return
         if self.acceptor.prepare(message.ballot):
-            lost = {node: f"counted as lost by node {sender}" for node in message.lost}
-            ctx.report_suspects(ReportedSuspects(sender, lost, message.silent))
+            ctx.report_suspects(message)
             self.fence_generation()
             self.answer()
         else:

@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "unaware-in-silence", "core/controller.py",
-        "            if not ctx.leads:\n", "            if False:\n",
+        "        if not ctx.leads:\n            # `sender`", "        if False:\n            # `sender`",
         "a node that does not know yet that it leads is taken for lost",
     ),
     Mutant(

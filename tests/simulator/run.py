@@ -162,7 +162,7 @@ def _look(cluster: Cluster) -> None:
 def _why_not_live(cluster: Cluster, deadline: float) -> str:
     states = "; ".join(
         f"node {node.number} {state_of(node.controller)} in generation {node.controller.generation}, "
-        f"committed {node.controller.committed}"
+        f"committed {node.controller._ctx.committed}"
         for node in cluster.nodes.values()
         if node.up
     )

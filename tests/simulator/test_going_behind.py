@@ -32,7 +32,7 @@ def keeper(cluster: Cluster, committed: int) -> NodeId | None:
 
 def go_behind(cluster: Cluster) -> int:
     """The buddy finds its newest copy damaged, and the node that runs the rank dies. Returns the step undone."""
-    known = lambda: cluster.nodes[1].controller.committed  # noqa: E731
+    known = lambda: cluster.nodes[1].controller._ctx.committed  # noqa: E731
     while keeper(cluster, known()) is None:
         step(cluster)
     undone = known()

@@ -100,7 +100,7 @@ def test_commit_opens_the_gate_once_and_never_goes_back():
     for late in (Status(0, 3, True), Status(0, 2, True)):
         assert hear(controller, 0, late) == []
     assert not [action for action in hear(controller, 0, Status(7, 9, True)) if isinstance(action, api.Commit)]
-    assert controller.committed == 3
+    assert controller._ctx.committed == 3
 
 
 def test_a_word_of_a_newer_generation_is_answered_with_ones_own_so_that_one_is_told():
@@ -160,7 +160,7 @@ def test_who_is_counted_as_lost_leaves():
     ):
         controller = formed(2)
         assert expect(api.Leave, hear(controller, 0, message)[-1]).exit_code == 87
-        assert controller.ended and controller.step(api.Ticked(), 99.0) == []
+        assert controller._ctx.ended and controller.step(api.Ticked(), 99.0) == []
 
 
 def test_who_was_lost_in_a_newer_generation_leaves_whoever_says_so():
@@ -197,7 +197,7 @@ def test_a_verdict_of_another_generation_or_of_no_member_ends_nothing_here():
     assert hear(controller, 2, Verdict(1, 1, "mine")) == []
     assert hear(controller, 2, Verdict(0, 1, "mine")) == [api.Send(2, decided(PLAN))]
     actions = hear(controller, 1, Verdict(0, 1, "it ended before it heard of the swap"))
-    assert not controller.ended and any(isinstance(message, Prepare) for _, message in said(actions))
+    assert not controller._ctx.ended and any(isinstance(message, Prepare) for _, message in said(actions))
     controller = formed(0)
     hear(controller, 1, decided(PLAN))
     assert hear(controller, 1, ours := Verdict(1, 1, "ours"))[-1] == api.Leave(1, "ours", ours)
@@ -208,7 +208,7 @@ def test_an_accusation_of_an_older_generation_is_answered_by_the_newest_plan():
     hear(controller, 0, decided(PLAN))
     for node in (0, 1):
         assert hear(controller, 3, NodeFailed(0, node, "gone")) == [api.Send(3, decided(PLAN))]
-    assert not controller.ended
+    assert not controller._ctx.ended
     hear(controller, 0, NodeFailed(0, 0, "who gives itself up is gone in any generation"))
     assert 0 not in controller._ctx.living
 
@@ -223,7 +223,7 @@ def test_ones_own_pause_is_no_evidence():
     for node in (1, 2, 3):
         hear(controller, node, Report(0), 1.0)
     controller.step(api.Ticked(), 60.0)
-    assert not controller.ended
+    assert not controller._ctx.ended
     for now in range(61, 69):
         assert not any(isinstance(action, api.Emit) for action in controller.step(api.Ticked(), float(now)))
     actions = [action for now in range(69, 72) for action in controller.step(api.Ticked(), float(now))]
@@ -485,7 +485,7 @@ def test_a_rehearsal_that_fails_for_want_of_its_lost_source_is_nobodys_fault():
     hear(controller, 0, Rehearse(0, 0, 1))
     controller.step(api.LinkLost(1, "reset"), 0.1)
     controller.step(api.SpareFailed(0, 1, "no recording"), 0.2)
-    assert not controller.ended
+    assert not controller._ctx.ended
 
 
 def test_a_rehearsal_is_ordered_again_from_who_runs_the_rank_now():

@@ -34,7 +34,7 @@ class Job:
             for holder in (home, self.world.active[(home + 1) % len(self.world.active)]):
                 self.feed(holder, api.SnapshotHeld(Holding(rank, 0, True, (rank,)), 0))
             self.feed(home, api.StoreOffered(f"store {rank}"))
-        assert {controller.committed for controller in self.controllers.values()} == {0}
+        assert {controller._ctx.committed for controller in self.controllers.values()} == {0}
 
     def feed_all(self, event: api.Input) -> None:
         for node in list(self.controllers):

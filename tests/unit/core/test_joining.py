@@ -52,7 +52,7 @@ def test_it_becomes_a_member_by_the_plan_that_has_it():
 def test_what_ends_the_attempt(event, code):
     controller, _ = joining((0,))
     assert expect(api.Leave, controller.step(event, 0.2)[-1]).exit_code == code
-    assert controller.ended
+    assert controller._ctx.ended
 
 
 def test_its_patience_ends_but_not_while_the_job_waits():
@@ -60,11 +60,11 @@ def test_its_patience_ends_but_not_while_the_job_waits():
     for now in range(0, 200, 10):
         controller.step(api.Received(0, Status(3, 1, False, waiting=True)), float(now))
         controller.step(api.Ticked(), float(now))
-    assert not controller.ended
+    assert not controller._ctx.ended
     end = 190.0 + TIMING.decision_timeout_s
     controller.step(api.Ticked(), end)
-    assert not controller.ended, "it slept, and an answer may be queued"
-    while not controller.ended:
+    assert not controller._ctx.ended, "it slept, and an answer may be queued"
+    while not controller._ctx.ended:
         end += TIMING.heartbeat_interval_s
         actions = controller.step(api.Ticked(), end)
     assert end == 190.0 + 2 * TIMING.decision_timeout_s

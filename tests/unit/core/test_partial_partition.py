@@ -46,7 +46,7 @@ def commit(coordinator: Controller, step: int, now: float) -> None:
                 coordinator.step(api.SnapshotHeld(holding, 0), now)
         else:
             hear(coordinator, node, Report(0, holdings=held), now)
-    assert coordinator.committed == step
+    assert coordinator._ctx.committed == step
 
 
 def test_said_twice_it_is_the_one_complained_of_that_goes():
