@@ -58,9 +58,7 @@ class StoreOffered(Input, frozen=True):
 
 
 class StoreLost(Input, frozen=True):
-    """The process of this node that hosted the store at `address` is gone."""
-
-    address: str
+    address: str  # where a process of this node that is gone hosted one
 
 
 class WorkerReady(Input, frozen=True):
@@ -101,9 +99,7 @@ class WorkerFailed(Input, frozen=True):
 
 
 class NodeGivenUp(Input, frozen=True):
-    """This node cannot go on: its launcher ended it, its supervisor is gone, or it was told to end."""
-
-    reason: str
+    reason: str  # its launcher ended it, its supervisor is gone, or it was told to end
 
 
 class CallsRead(Input, frozen=True):
@@ -119,17 +115,13 @@ class SpareRehearsed(Input, frozen=True):
 
 
 class SpareFailed(Input, frozen=True):
-    """A rehearsal could not be completed; this node cannot take over."""
-
     local_slot: int
     rank: Rank
     reason: str
 
 
 class SpareUnable(Input, frozen=True):
-    """This node's rehearsal lives on but could not take over, and another attempt would change nothing."""
-
-    reason: str
+    reason: str  # why the rehearsal lives on but cannot take over; another attempt would change nothing
 
 
 class RecordsDropped(Input, frozen=True):
@@ -159,10 +151,8 @@ class Send(Action, frozen=True):
 
 
 class StartWorkers(Action, frozen=True):
-    """Let the workers of this node build their groups over `store` (a generation that begins from the top)."""
-
     world: World
-    store: str
+    store: str  # over which the workers of this node may build their groups
 
 
 class StartRehearsal(Action, frozen=True):
@@ -172,9 +162,7 @@ class StartRehearsal(Action, frozen=True):
 
 
 class Commit(Action, frozen=True):
-    """Every rank's snapshot of `step` is safe: open the gate for workers and mirrors; spares follow to it."""
-
-    step: Step
+    step: Step  # every rank's snapshot of it is safe: open the gate for workers and mirrors; spares follow to it
 
 
 class AbortWorkers(Action, frozen=True):
@@ -227,9 +215,7 @@ class Look(Action, frozen=True):
 
 
 class Emit(Action, frozen=True):
-    """Tell people of `event`, with the time, this node and its generation filled in."""
-
-    event: Event
+    event: Event  # with the time, this node and its generation to be filled in
 
 
 class Leave(Action, frozen=True):

@@ -27,8 +27,6 @@ class TrainingStarted(Event, frozen=True):
 
 
 class SpareReady(Event, frozen=True):
-    """A standing-by node has rehearsed what it would take over."""
-
     spare: int = -1
     ranks: tuple[int, ...] = ()
 
@@ -43,27 +41,19 @@ class NodeLost(Event, frozen=True):
 
 
 class RankLost(Event, frozen=True):
-    """The process of a rank is gone from a healthy node, which starts another one."""
-
     rank: int
     reason: str = ""
 
 
 class ContactRegained(Event, frozen=True):
-    """Nobody has replaced this node: its processes go on."""
-
     duration_s: float = 0.0
 
 
 class ContactLost(Event, frozen=True):
-    """This node's processes stand still because the others may replace it."""
-
-    reason: str = ""
+    reason: str = ""  # why this node's processes stand still: the others may replace it
 
 
 class HostJoined(Event, frozen=True):
-    """A host has become a member of the running job."""
-
     joined: int
 
 

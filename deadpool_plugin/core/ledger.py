@@ -8,7 +8,6 @@ return a reason for people where there is no answer. Two slots per rank are enou
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
@@ -179,57 +178,44 @@ class Ledger:
         return f"no step is held for all ranks by the surviving nodes {listed(sorted(survivors))} ({shown})"
 
 
-@dataclass(frozen=True)
-class Situation:
-    """The knowledge of a proposer when all promises are there."""
-
-    world: World
-    ledger: Ledger  # the survivors' holdings, taken after they fenced this generation
-    lost: Collection[NodeId]
-    stores: Mapping[NodeId, str]  # what the survivors offer
-    newest_committed: Step = NO_STEP  # the newest step somebody knows to be committed and no plan has undone
-    lost_ranks: tuple[Rank, ...] = ()
-    joined: tuple[NodeId, ...] = ()
-    may_start_over: bool = False  # nothing is committed and nobody knows of training: the script may begin again
-    copies: int = 1
-    racks: Mapping[NodeId, str] = field(default_factory=dict)  # of the hosts that have joined
-    able: tuple[NodeId, ...] = ()  # the spares that have rehearsed some rank
-
-
 class NoSpare(Unrecoverable, frozen=True):
     """Nothing is lost, but nobody is there to take over: one may wait for a host."""
 
 
-def plan_swap(case: Situation) -> SwapPlan | Unrecoverable:
+def plan_swap(
+    world: World,
+    ledger: Ledger,  # the survivors' holdings, taken after they fenced this generation
+    lost: Collection[NodeId],
+    stores: Mapping[NodeId, str],  # what the survivors offer
+    newest_committed: Step = NO_STEP,  # the newest step somebody knows to be committed and no plan has undone
+    *,
+    lost_ranks: tuple[Rank, ...] = (),
+    joined: tuple[NodeId, ...] = (),
+    may_start_over: bool = False,  # nothing is committed and nobody knows of training: the script may begin again
+    copies: int = 1,
+    racks: Mapping[NodeId, str] | None = None,  # of the hosts that have joined
+    able: tuple[NodeId, ...] = (),  # the spares that have rehearsed some rank
+) -> SwapPlan | Unrecoverable:
     """The plan for the world without its lost nodes, or why there is none. A node takes a lost one's ranks as a whole.
 
     Returns: a plan whose `store` is "" if no survivor offers one (yet), and always if the script begins again.
     """
-    world, lost = case.world, case.lost
     survivors = tuple(node for node in world.members if node not in lost)
     lost_nodes = tuple(node for node in world.members if node in lost)
-    lost_ranks = tuple(rank for rank, node in enumerate(world.node_of) if node in lost)
-    point = case.ledger.restore_point(world, survivors, case.copies, case.newest_committed)
-    if isinstance(point, str) and case.may_start_over:
+    vacant = tuple(rank for rank, node in enumerate(world.node_of) if node in lost)
+    point = ledger.restore_point(world, survivors, copies, newest_committed)
+    if isinstance(point, str) and may_start_over:
         point = RestorePoint(NO_STEP, ())
     if isinstance(point, str):
-        return Unrecoverable(point, lost_ranks, case.newest_committed)
-    after = world_after(world, lost, case.joined, case.racks, case.copies, case.able)
+        return Unrecoverable(point, vacant, newest_committed)
+    after = world_after(world, lost, joined, racks, copies, able)
     if after is None:
-        spares = sum(spare in survivors for spare in world.spares) + len(case.joined)
+        spares = sum(spare in survivors for spare in world.spares) + len(joined)
         what = "no spare is left" if spares == 0 else f"only {spares} spare(s) are left"
         # Its coordinator may have died before it told anybody what was committed.
-        newest = max(case.newest_committed, point.step)
-        return NoSpare(f"{what} for lost node(s) {listed(lost_nodes)}", lost_ranks, newest)
+        newest = max(newest_committed, point.step)
+        return NoSpare(f"{what} for lost node(s) {listed(lost_nodes)}", vacant, newest)
     # The store is that of the lowest surviving active node that offers one, else of a spare.
     order = sorted(node for node in world.active if node in survivors) + [n for n in world.spares if n in survivors]
-    store = next((case.stores[node] for node in order if case.stores.get(node)), "")
-    return SwapPlan(
-        world=after,
-        restore_step=point.step,
-        lost_nodes=lost_nodes,
-        sources=point.sources,
-        store="" if point.step == NO_STEP else store,
-        lost_ranks=case.lost_ranks,
-        joined=case.joined,
-    )
+    store = next((stores[node] for node in order if stores.get(node)), "") if point.step != NO_STEP else ""
+    return SwapPlan(after, point.step, lost_nodes, point.sources, store, lost_ranks, joined)

@@ -35,9 +35,7 @@ class StandbyExited(LocalMessage, frozen=True):
 
 
 class Leaving(LocalMessage, frozen=True):
-    """Supervisor -> agent: it was told to end by `signal`."""
-
-    signal: Count
+    signal: Count  # which told the supervisor to end
 
 
 class End(LocalMessage, frozen=True):
@@ -65,16 +63,12 @@ class RunRank(LocalMessage, frozen=True):
 
 
 class WorkerExited(LocalMessage, frozen=True):
-    """Standby -> agent: the process forked for `order` has ended."""
-
-    order: Count
+    order: Count  # for which the process was forked
     exit_code: ExitCode
 
 
 class CannotEnd(LocalMessage, frozen=True):
-    """Standby -> agent, last: what it has forked, or what that has left behind, was killed and does not end."""
-
-    reason: str
+    reason: str  # the last word of a standby process: what it has forked was killed and does not end
 
 
 # ---- worker <-> agent
@@ -107,9 +101,7 @@ class ConnectionBroke(LocalMessage, Input, frozen=True):
 
 
 class StoreOffer(LocalMessage, frozen=True):
-    """Worker -> agent: a fresh TCPStore for the next group build listens at `address` ("host:port")."""
-
-    address: str
+    address: str  # "host:port" of a fresh TCPStore for the next group build
 
 
 class HostStore(LocalMessage, frozen=True):
@@ -145,24 +137,18 @@ class ArenaHandOver(LocalMessage, frozen=True):
 
 
 class Staged(LocalMessage, frozen=True):
-    """Worker -> agent: slot `step % 2` is complete."""
-
     rank: Rank
-    step: Step
+    step: Step  # slot `step % 2` is complete
     generation: Generation
     records: bytes  # of its calls, opaque
 
 
 class Committed(LocalMessage, frozen=True):
-    """Agent -> worker: opens the gate."""
-
-    step: Step
+    step: Step  # opens the gate
 
 
 class Abort(LocalMessage, frozen=True):
-    """Agent -> worker: leave whatever you are in; generation - 1 is over."""
-
-    generation: Generation
+    generation: Generation  # the one before is over: leave whatever you are in
 
 
 class Join(LocalMessage, frozen=True):
@@ -174,10 +160,8 @@ class Join(LocalMessage, frozen=True):
 
 
 class Recording(LocalMessage, frozen=True):
-    """Agent -> rehearser, answer to its hello: the rank's recording."""
-
     rank: Rank
-    recording: bytes
+    recording: bytes  # the rank's, in answer to a rehearser's hello
 
 
 class Rehearsed(LocalMessage, frozen=True):
@@ -186,9 +170,7 @@ class Rehearsed(LocalMessage, frozen=True):
 
 
 class History(LocalMessage, frozen=True):
-    """Agent -> rehearser: call records of the next steps (all committed), from the rank's first one on."""
-
-    records: list[bytes]
+    records: list[bytes]  # of the calls of the next steps (all committed), from the rank's first one on
 
 
 class Moved(LocalMessage, frozen=True):
@@ -218,15 +200,11 @@ class TakeOver(LocalMessage, frozen=True):
 
 
 class Unwound(LocalMessage, frozen=True):
-    """Worker -> agent: its main thread has left the interrupted call and waits for `Join`."""
-
-    generation: Generation
+    generation: Generation  # its main thread has left the interrupted call and waits for `Join`
 
 
 class Saving(LocalMessage, frozen=True):
-    """Worker -> agent, answer to Abort: its main thread is in a save, which may take long."""
-
-    generation: Generation
+    generation: Generation  # answer to Abort: its main thread is in a save, which may take long
 
 
 class WorkerRestored(LocalMessage, Input, frozen=True):
@@ -237,9 +215,7 @@ class WorkerRestored(LocalMessage, Input, frozen=True):
 
 
 class OutOfReach(LocalMessage, frozen=True):
-    """Worker -> agent: it was told to go back further than it can redo; waits to be ended and replaced."""
-
-    reason: str
+    reason: str  # it was told to go back further than it can redo; waits to be ended and replaced
 
 
 class CheckpointSaved(LocalMessage, Input, frozen=True):

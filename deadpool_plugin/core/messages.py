@@ -174,10 +174,8 @@ class Accepted(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Member -> proposer: a larger ballot was promised already."""
-
     ballot: Ballot
-    promised: Ballot
+    promised: Ballot  # a larger one
 
 
 class Decided(Message, frozen=True):

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from .api import Claim, Look
 from .context import Context
 from .events import HostJoined, NodeLost, Note, StepsUndone, SwapPlanned, Unprotected, WaitingForHost
-from .ledger import Ledger, NoSpare, Situation, plan_swap
+from .ledger import Ledger, NoSpare, plan_swap
 from .membership import Proposal, is_half, is_quorum
 from .messages import Accepted, Decided, NodeFailed, Promise, Propose, Refused, Report
 from .pairing import Pairing
@@ -201,7 +201,7 @@ class Swaps:
         ctx = self._ctx
         # A replacement of the last swap has no calls from before its restore step: the job can go back no further.
         oldest = ctx.plan.restore_step if ctx.plan is not None else 0
-        case = Situation(
+        return plan_swap(
             world=ctx.world,
             ledger=Ledger({node: [h for h in one.holdings if h.step >= oldest] for node, one in promises.items()}),
             lost=proposal.lost,
@@ -214,7 +214,6 @@ class Swaps:
             racks=ctx.candidates,
             able=tuple(node for node, promise in promises.items() if promise.able),
         )
-        return plan_swap(case)
 
     def _restart_phase(self, proposal: Proposal) -> None:
         proposal.waits_with, proposal.deadline = None, self._ctx.now + self._ctx.timing.phase_timeout_s

@@ -8,7 +8,7 @@ from support import expect
 from deadpool_plugin import errors
 from deadpool_plugin.core import api, local, types
 from deadpool_plugin.core.context import Context
-from deadpool_plugin.core.ledger import Ledger, NoSpare, Situation, plan_swap
+from deadpool_plugin.core.ledger import Ledger, NoSpare, plan_swap
 from deadpool_plugin.core.messages import Decided, Report
 from deadpool_plugin.core.policy import Policy, Timing
 from deadpool_plugin.core.processes import STORE_GONE, Processes
@@ -64,17 +64,17 @@ def test_the_first_reason_stays_and_ones_own_pause_is_no_evidence():
 
 def test_a_plan():
     ledger = Ledger({node: h for node, h in FULL.items() if node != 1})
-    plan = plan_swap(Situation(WORLD, ledger, {1}, {0: "", 2: "two", 4: "four"}, 4))
+    plan = plan_swap(WORLD, ledger, {1}, {0: "", 2: "two", 4: "four"}, 4)
     assert plan == SwapPlan(World(5, (0, 4, 2), (3,)), 5, (1,), (Source(1, 2, 2, 1),), "two")
 
 
 def test_a_spare_is_lost_and_nobody_takes_over():
-    plan = plan_swap(Situation(WORLD, Ledger(FULL), {4}, {0: "zero"}, 4))
+    plan = plan_swap(WORLD, Ledger(FULL), {4}, {0: "zero"}, 4)
     assert plan == SwapPlan(World(5, (0, 1, 2), (3,)), 5, (4,), (), "zero")
 
 
 def test_no_store_yet_is_a_plan_without_store():
-    assert expect(SwapPlan, plan_swap(Situation(WORLD, Ledger(FULL), {4}, {}, 4))).store == ""
+    assert expect(SwapPlan, plan_swap(WORLD, Ledger(FULL), {4}, {}, 4)).store == ""
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_no_store_yet_is_a_plan_without_store():
 )
 def test_no_plan(lost, ranks, newest, says):
     ledger = Ledger({node: h for node, h in FULL.items() if node not in lost})
-    result = plan_swap(Situation(WORLD, ledger, lost, {2: "two"}, 4))
+    result = plan_swap(WORLD, ledger, lost, {2: "two"}, 4)
     assert isinstance(result, Unrecoverable) and says in result.reason
     assert isinstance(result, NoSpare) == ("spare" in says)
     assert (result.lost_ranks, result.newest_committed) == (ranks, newest)
 
 
 def test_lost_ranks_and_joined_hosts_are_named():
-    plan = plan_swap(Situation(WORLD, Ledger(FULL), (), {0: "zero"}, 4, lost_ranks=(2,), joined=(7,)))
+    plan = plan_swap(WORLD, Ledger(FULL), (), {0: "zero"}, 4, lost_ranks=(2,), joined=(7,))
     assert plan == SwapPlan(World(5, (0, 1, 2), (3, 4, 7)), 5, (), (), "zero", lost_ranks=(2,), joined=(7,))
 
 
@@ -104,7 +104,7 @@ def test_lost_ranks_and_joined_hosts_are_named():
     [({}, True, NO_STEP), ({}, False, None), (FULL, True, 5), ({0: FULL[0]}, True, NO_STEP)],
 )
 def test_the_script_begins_again_only_if_nothing_can_be_gone_back_to(held, may_start_over, step):
-    plan = plan_swap(Situation(WORLD, Ledger(held), {1}, {0: "zero"}, may_start_over=may_start_over))
+    plan = plan_swap(WORLD, Ledger(held), {1}, {0: "zero"}, may_start_over=may_start_over)
     if step is None:
         assert isinstance(plan, Unrecoverable)
     else:
@@ -114,7 +114,7 @@ def test_the_script_begins_again_only_if_nothing_can_be_gone_back_to(held, may_s
 
 
 def test_nobody_takes_over_even_if_the_script_begins_again():
-    assert isinstance(plan_swap(Situation(WORLD, Ledger(), {0, 3, 4}, {}, may_start_over=True)), NoSpare)
+    assert isinstance(plan_swap(WORLD, Ledger(), {0, 3, 4}, {}, may_start_over=True), NoSpare)
 
 
 class Node:
