@@ -100,7 +100,6 @@ class Context:
     # -- the world and the view of its members -----------------------------------------------------------------
 
     def form(self, world: World) -> None:
-        """Begin generation 0."""
         self.world, self.formed = world, True
         self.contact_at = self.formed_at = self.now
         self.watch.unheard = set(world.members) - {self.node}
@@ -127,7 +126,6 @@ class Context:
             self._find_suspects()
 
     def clear(self, node: NodeId) -> None:
-        """Drop our own evidence about `node`."""
         if self.watch.clear(node):
             self._find_suspects()
 
@@ -199,7 +197,6 @@ class Context:
         return True
 
     def learn(self, promise: Promise) -> None:
-        """Take over what another member knows of the job's past."""
         self.learn_committed(promise.committed)
         self.has_trained = self.has_trained or promise.training
         self.learn_checkpoint(promise.checkpoint)

@@ -76,7 +76,6 @@ class Controller:
     # -- one input ---------------------------------------------------------------------------------------------
 
     def step(self, event: api.Input, now: float) -> list[api.Action]:
-        """Take in `event` at time `now` and say what to do about it, in order."""
         ctx = self._ctx
         if ctx.ended:
             return []
@@ -128,7 +127,6 @@ class Controller:
                     self._swaps.voter.answer()
 
     def _mark(self) -> None:
-        """Move to the phase that what the parts know amounts to."""
         ctx = self._ctx
         if ctx.ended:
             phase = Phase.ENDED

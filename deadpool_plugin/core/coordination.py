@@ -46,7 +46,6 @@ class Coverage:
         return (report.able, report.unable, report.rehearsed) != (before.able, before.unable, before.rehearsed)
 
     def uncovered(self) -> tuple[NodeId, ...]:
-        """The active hosts that no spare can take."""
         able = [spare for spare in self._world.spares if self.reports[spare].able]
         if not able:
             return tuple(sorted(self._world.active))

@@ -153,7 +153,6 @@ class Ledger:
         return {s for (r, s), copies in self._copies.items() if r == rank and not copies.keys().isdisjoint(nodes)}
 
     def missing(self, world: World, step: Step, nodes: Collection[NodeId]) -> tuple[Rank, ...]:
-        """The ranks whose snapshot of `step` cannot be had from `nodes`."""
         return tuple(rank for rank, source in self._sources(world, step, nodes) if source is None)
 
     def _sources(self, world: World, step: Step, nodes: Collection[NodeId]) -> Iterator[tuple[Rank, Source | None]]:

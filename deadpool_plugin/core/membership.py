@@ -92,7 +92,6 @@ class Proposal:
         return len(self.promises) + len(self.lost) >= len(world.members) and not self.missing(world)
 
     def missing(self, world: World) -> tuple[NodeId, ...]:
-        """The members this phase still waits for."""
         answered: Collection[NodeId] = self.promises if self.plan is None else self.accepted
         return tuple(node for node in world.members if node not in self.lost and node not in answered)
 

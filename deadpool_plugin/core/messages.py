@@ -208,7 +208,6 @@ AnyMessage = (
 
 
 def generation_of(message: AnyMessage) -> Generation:
-    """The generation `message` was sent in."""
     match message:
         case Report() | Status():  # nearly all are
             return message.generation

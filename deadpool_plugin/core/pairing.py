@@ -148,20 +148,12 @@ def _known(calls: GroupCalls) -> Iterator[tuple[int, int, int]]:
     yield calls.count - len(calls.recent), digest, 0
 
 
-def _digest_at(calls: GroupCalls, number: int) -> int:
-    """The digest after `number` collectives, or the earliest that is known."""
-    for known, digest, _ in _known(calls):
-        if known <= number:
-            return digest
-    return digest
-
-
 def _at_a_number(one: Member, other: Member) -> str:
-    """Describe the first known collective that differs."""
     (rank, calls), (peer, its) = one, other
     both = min(calls.count, its.count)
+    at_both = {next((digest for known, digest, _ in _known(each) if known <= both), None) for each in (calls, its)}
     found = ""
-    if _digest_at(calls, both) == _digest_at(its, both):  # nearly always, for each of thousands of ranks
+    if len(at_both) == 1:  # nearly always, for each of thousands of ranks
         return found
     known = {number: (digest, code) for number, digest, code in _known(calls)}
     for number, digest, code in _known(its):
@@ -257,7 +249,6 @@ class Pairing:
 
     @property
     def answered(self) -> bool:
-        """Return whether nothing more is to be expected of those who were asked."""
         asked, waited_s = self._asked_at != NEVER, self._ctx.now - self._asked_at
         return asked and (self._all_answered or waited_s >= self._ctx.timing.silent_after_s)
 
@@ -268,7 +259,6 @@ class Pairing:
         return self._asked_at == NEVER or (self._judged and not self.found and nodes <= self._calls.keys())
 
     def excuse_pause(self, gap_s: float) -> None:
-        """Wait so much longer: this node itself stood still, and may have answers in hand that it has not read."""
         if self._asked_at != NEVER:
             self._asked_at += gap_s
 
@@ -280,7 +270,6 @@ class Pairing:
             self.judge()
 
     def read(self, generation: Generation, ranks: Iterable[RankCalls]) -> None:
-        """Tell the coordinator what this node's ranks have issued."""
         ctx = self._ctx
         if generation == ctx.world.generation:
             before = {rank for rank, ended_in in ctx.replaced.items() if ended_in < generation}
@@ -291,7 +280,6 @@ class Pairing:
             ctx.send(ctx.coordinator, Calls(generation, tuple(told)))
 
     def replace(self, message: Replace, gone: Collection[Rank]) -> None:
-        """End a process of this node, unless it is one of those that are `gone`."""
         ctx, rank = self._ctx, message.rank
         if message.generation == ctx.world.generation and rank in ctx.world.ranks_of(ctx.node):
             ctx.replaced[rank] = message.generation

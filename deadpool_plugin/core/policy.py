@@ -81,5 +81,4 @@ class Budget:
         return True
 
     def __str__(self) -> str:
-        """Say what is exceeded when `spend` says no."""
         return f"{self._most} times within {self._window_s:g} s"

@@ -53,8 +53,6 @@ class Processes:
         self._restarts = Budget(context.policy.restarts_max, context.policy.restarts_window_s)
         self._raised_at: dict[Rank, Step] = {}
 
-    # -- what reports and promises say --------------------------------------------------------------------------
-
     @property
     def holdings(self) -> tuple[Holding, ...]:
         return tuple(self._held[key] for key in sorted(self._held))
@@ -67,12 +65,10 @@ class Processes:
 
     @property
     def gone(self) -> tuple[Failure, ...]:
-        """The ranks of this node that have no process."""
         return tuple(self._gone[rank] for rank in sorted(self._gone))
 
     @property
     def any_gone(self) -> bool:
-        """Return whether a rank of a living node has no process."""
         return bool(self._gone) or bool(self._gone_elsewhere)
 
     def report(self) -> None:
@@ -102,8 +98,6 @@ class Processes:
         ctx.send(ctx.coordinator, report)
         for failure in () if ctx.swapping else self.gone:
             ctx.send(ctx.coordinator, RankFailed(ctx.world.generation, failure))
-
-    # -- inputs ---------------------------------------------------------------------------------------------------
 
     def take_in(self, event: api.Input) -> bool:
         """Note what the coordinator must hear of. Returns: whether a promise that was made says too little now."""
@@ -215,8 +209,6 @@ class Processes:
             ctx.emit(RankLost(rank, failure.reason))
             return self._must_say(True)
         return False
-
-    # -- from elsewhere -------------------------------------------------------------------------------------------
 
     def hear_gone(self, sender: NodeId, message: RankFailed) -> None:
         world, rank = self._ctx.world, message.failure.rank

@@ -7,8 +7,6 @@ fails for want of a source that is lost does not count.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from .api import StartRehearsal
 from .context import Context
 from .events import SpareReady
@@ -20,13 +18,6 @@ REASON_MAX = 200
 """Characters of a reason that goes into every report."""
 
 
-class _Task(NamedTuple):
-    """The rank, and the node that ran it when that was ordered last."""
-
-    rank: Rank
-    source: NodeId
-
-
 class Rehearsing:
     """The tasks of one spare."""
 
@@ -35,7 +26,7 @@ class Rehearsing:
         self.rehearsed: dict[int, Rank] = {}
         self.able = False  # all that this node was told to rehearse is rehearsed, and nothing has failed since
         self.unable = ""  # why it could not take over, "" if nothing speaks against it
-        self._tasks: dict[int, _Task] = {}
+        self._tasks: dict[int, tuple[Rank, NodeId]] = {}  # each slot's rank, and the node that ran that then
         self._attempts = Budget(context.policy.restarts_max, context.policy.restarts_window_s)
         self._failed = 0  # attempts that have come to nothing within the window
         self._failed_at = NEVER
@@ -47,16 +38,16 @@ class Rehearsing:
         ctx, slot = self._ctx, message.local_slot
         if message.generation != ctx.world.generation or ctx.swapping or ctx.node not in ctx.world.spares:
             return
-        task = _Task(message.rank, ctx.world.node_of[message.rank])
+        task = (message.rank, ctx.world.node_of[message.rank])
         if self.rehearsed.get(slot) != message.rank and self._tasks.get(slot) != task:
-            self._start(slot, task)
+            self._start(slot, *task)
 
-    def _start(self, slot: int, task: _Task) -> None:
-        self._tasks[slot] = task
+    def _start(self, slot: int, rank: Rank, source: NodeId) -> None:
+        self._tasks[slot] = (rank, source)
         self._doubted = False
         self._retry_at.pop(slot, None)
         self.rehearsed.pop(slot, None)
-        self._ctx.act(StartRehearsal(slot, task.rank, task.source))
+        self._ctx.act(StartRehearsal(slot, rank, source))
 
     def done(self, slot: int, rank: Rank) -> None:
         if self.rehearsed.get(slot) != rank:
@@ -70,7 +61,7 @@ class Rehearsing:
     @property
     def _is_ready(self) -> bool:
         """Return whether all that this node was told to rehearse is rehearsed."""
-        wanted = {slot: task.rank for slot, task in self._tasks.items()}
+        wanted = {slot: rank for slot, (rank, _) in self._tasks.items()}
         return self._ctx.node in self._ctx.world.spares and bool(wanted) and self.rehearsed == wanted
 
     @property
@@ -87,7 +78,7 @@ class Rehearsing:
             self._able_at = None
             if not self._doubted:
                 self._set_able(True)
-                ctx.emit(SpareReady(ctx.node, tuple(self._tasks[slot].rank for slot in sorted(self._tasks))))
+                ctx.emit(SpareReady(ctx.node, tuple(self._tasks[slot][0] for slot in sorted(self._tasks))))
 
     def _set_able(self, able: bool, unable: str = "") -> None:
         self.able, self.unable = able, unable[:REASON_MAX]
@@ -100,9 +91,9 @@ class Rehearsing:
 
     def failed(self, slot: int, rank: Rank, reason: str) -> None:
         ctx, task = self._ctx, self._tasks.get(slot)
-        if task is not None and task.rank != rank:
+        if task is not None and task[0] != rank:
             return  # of a task that has been overtaken
-        is_fault = task is None or not self._is_lost(task.source)
+        is_fault = task is None or not self._is_lost(task[1])
         if task is None or (is_fault and not self._attempts.spend(slot, ctx.now)):
             ctx.resign(f"rehearsal of rank {rank} failed: {reason}")
             return
@@ -117,15 +108,15 @@ class Rehearsing:
 
     def _start_again(self, slot: int, pause_s: float = 0.0) -> None:
         """Order it again; while fenced leave that to the next generation, whose nodes may be other ones."""
-        ctx, task = self._ctx, self._tasks.pop(slot)
+        ctx, (rank, before) = self._ctx, self._tasks.pop(slot)
         self._retry_at.pop(slot, None)
-        source = ctx.world.node_of[task.rank]
+        source = ctx.world.node_of[rank]
         if ctx.swapping or self._is_lost(source):
             return
         if pause_s > 0.0:
-            self._tasks[slot], self._retry_at[slot] = task, ctx.now + pause_s
+            self._tasks[slot], self._retry_at[slot] = (rank, before), ctx.now + pause_s
         else:
-            self._start(slot, _Task(task.rank, source))
+            self._start(slot, rank, source)
 
     def _is_lost(self, node: NodeId) -> bool:
         return node in self._ctx.suspects or node not in self._ctx.world.members

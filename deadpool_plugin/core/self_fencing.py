@@ -97,7 +97,6 @@ class SelfFencing:
         return f"{who} {'was not heard' if own or silent else 'has heard no majority of the nodes'} {span}{own}"
 
     def resume(self) -> None:
-        """Let the workers go on, if they stand still."""
         if self._ctx.paused:
             self._ctx.paused = False
             self._ctx.act(ResumeWorkers())

@@ -30,7 +30,6 @@ class Watch:
         self.unheard.discard(node)
 
     def hears(self, node: NodeId, now: float) -> bool:
-        """Return whether we have heard of `node` ourselves, lately enough not to count it as lost for its silence."""
         limit_s = self.timing.silent_after_s
         return now - self.heard.get(node, now - limit_s) < limit_s
 

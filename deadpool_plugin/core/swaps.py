@@ -44,7 +44,6 @@ class Swaps:
     # -- when a swap is due ---------------------------------------------------------------------------------------
 
     def stuck(self, node: NodeId, reason: str) -> None:
-        """Note what `node` says: this generation cannot go on as it is."""
         if not self._is_stuck:
             self._is_stuck = True
             self._ctx.emit(Note(f"node {node}: {reason}"))
@@ -119,7 +118,6 @@ class Swaps:
                 ctx.send(ctx.coordinator, NodeFailed(ctx.world.generation, node, reason, ctx.is_silent(node)))
 
     def insist(self, node: NodeId) -> None:
-        """Say again that `node` is silent, to a coordinator that may hear it."""
         self._told.discard((self._ctx.coordinator, node))
 
     def _announce(self, suspects: Mapping[NodeId, str]) -> None:
@@ -219,7 +217,6 @@ class Swaps:
         proposal.waits_with, proposal.deadline = None, self._ctx.now + self._ctx.timing.phase_timeout_s
 
     def _needs_witness(self, proposal: Proposal) -> bool:
-        """Return whether those who have promised are half only."""
         return self._ctx.policy.witness and not is_quorum(self._ctx.world, proposal.promises, witness=True)
 
     def claimed(self, plan: SwapPlan) -> None:

@@ -52,7 +52,6 @@ class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def positions(self) -> dict[NodeId, int]:
-        """Each member's place in `members`."""
         return {node: place for place, node in enumerate(self.members)}
 
     @cached_property

@@ -27,7 +27,7 @@ class Voter:
 
     def prepare(self, sender: NodeId, message: Prepare) -> None:
         ctx = self._ctx
-        if not self._is_next(sender, message.ballot) or self._is_doomed(sender):
+        if not self._may_ask(sender, message.ballot):
             return
         if ctx.node in message.lost:
             self.suspected(sender, f"counted as lost by node {sender}", ctx.node in message.silent)
@@ -45,8 +45,6 @@ class Voter:
     def tick(self) -> None:
         """Answer what was postponed, if the coordinator that was heard then has been silent for long enough by now.
         Until then report to the proposers too, so that they do not take this node for lost."""
-        if not self._postponed:
-            return
         ctx, postponed, self._postponed = self._ctx, self._postponed, {}
         for sender, message in postponed.items():
             self.prepare(sender, message)
@@ -75,23 +73,23 @@ class Voter:
         """Send the promise, again if what it carries (a store above all) has come only now."""
         ctx, promised = self._ctx, self.acceptor.promised
         if promised is not None:
+            self.promised_at.setdefault(promised, ctx.now)
             promise = Promise(
-                ballot=promised,
-                accepted=self.acceptor.accepted,
-                holdings=self._processes.holdings,
-                store=self._processes.store,
+                promised,
+                self.acceptor.accepted,
+                self._processes.holdings,
+                self._processes.store,
                 failed=self._processes.gone,
                 committed=ctx.newest_committed,
-                able=bool(self._processes.rehearsing.rehearsed),
                 training=ctx.has_trained,
                 checkpoint=ctx.checkpoint,
+                able=bool(self._processes.rehearsing.rehearsed),
             )
-            self.promised_at.setdefault(promised, ctx.now)
             ctx.send(promised.node, promise)
 
     def propose(self, sender: NodeId, message: Propose) -> None:
         ctx = self._ctx
-        if not self._is_next(sender, message.ballot) or self._is_doomed(sender):
+        if not self._may_ask(sender, message.ballot):
             return
         if ctx.node in message.plan.lost_nodes:
             ctx.fence(f"counted as lost by node {sender}")
@@ -111,20 +109,18 @@ class Voter:
         if not ctx.swapping:
             ctx.fence_for(ctx.world.generation + 1)
 
-    def _is_next(self, sender: NodeId, ballot: Ballot) -> bool:
-        """Return whether `ballot` is for the generation after ours; bring up to date who is behind, or ask for it."""
-        ctx = self._ctx
-        if ballot.generation <= ctx.world.generation and ctx.decided is not None:
-            ctx.send(sender, ctx.decided)
-        elif ballot.generation > ctx.world.generation + 1:
-            ctx.send(sender, Report(ctx.world.generation))
-        return ballot.generation == ctx.world.generation + 1
-
-    def _is_doomed(self, sender: NodeId) -> bool:
-        """Return whether `sender` is counted as lost here; if so it is told."""
-        ctx = self._ctx
-        if sender not in ctx.watch.evidence:
+    def _may_ask(self, sender: NodeId, ballot: Ballot) -> bool:
+        """Return whether `ballot` is for the generation after ours and `sender` lives; else tell it why not, or ask."""
+        ctx, generation = self._ctx, self._ctx.world.generation
+        if ballot.generation <= generation:
+            if ctx.decided is not None:
+                ctx.send(sender, ctx.decided)
             return False
-        reason = f"counted as lost by node {ctx.node}: {ctx.watch.evidence[sender]}"
-        ctx.send(sender, NodeFailed(ctx.world.generation, sender, reason, ctx.is_silent(sender)))
+        if ballot.generation > generation + 1:
+            ctx.send(sender, Report(generation))
+            return False
+        if sender in ctx.watch.evidence:
+            reason = f"counted as lost by node {ctx.node}: {ctx.watch.evidence[sender]}"
+            ctx.send(sender, NodeFailed(generation, sender, reason, ctx.is_silent(sender)))
+            return False
         return True
