@@ -2,20 +2,20 @@
 
 Rules of this file: each field has one writer, a method of `Context` or one part (tests/unit/core/test_context.py). A
 message to oneself goes through `loopback` and is handled like any other, in the same step; after `conclude` or `fence`
-nothing is said any more.
+nothing is said any more. One's own pause is no evidence about others.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from .api import AbortWorkers, Action, Emit, Leave, Send
 from .events import Event, JobFinished, JobStopped, NodeFenced
 from .membership import is_quorum, is_quorum_without
 from .messages import AnyMessage, Decided, NodeFailed, Prepare, Promise, Status, Verdict
 from .policy import Policy, Timing
-from .suspicion import Watch
 from .types import (
     EXIT_FENCED,
     EXIT_UNRECOVERABLE,
@@ -31,6 +31,49 @@ from .types import (
     Unrecoverable,
     World,
 )
+
+
+@dataclass
+class Watch:
+    """One node's view of the others."""
+
+    timing: Timing
+    evidence: dict[NodeId, str] = field(default_factory=dict)  # why each lost node is lost
+    silent: set[NodeId] = field(default_factory=set)  # those for nothing but silence, which alone may be taken back
+    heard: dict[NodeId, float] = field(default_factory=dict)  # when this node last heard of each
+    unheard: set[NodeId] = field(default_factory=set)
+    """Nodes that have not said a word to this one since the hosts met. They may still wait for a link to a host that
+    has died, so their silence counts only after `Timing.linking_s`; a link that ends counts as ever. Nobody is in it
+    any more where training has begun and another node coordinates: others need not have spoken to that one before."""
+
+    def hear(self, node: NodeId, now: float) -> None:
+        self.heard[node] = now
+        self.unheard.discard(node)
+
+    def hears(self, node: NodeId, now: float) -> bool:
+        limit_s = self.timing.silent_after_s
+        return now - self.heard.get(node, now - limit_s) < limit_s
+
+    def is_late(self, node: NodeId, now: float, since: float | None = None) -> bool:
+        """Return whether half of the time is over after which `node` is lost for its silence.
+
+        Args: since: when its silence began if it was never heard of; now if not given.
+        """
+        return now - self.heard.get(node, now if since is None else since) >= self.timing.silent_after_s / 2
+
+    def silences(self, nodes: Collection[NodeId], now: float) -> dict[NodeId, str]:
+        """Find those of `nodes` that are to be counted as lost for their silence, each with the reason."""
+        found = {}
+        for node in nodes:
+            silence_s = now - self.heard.get(node, now)
+            limit_s = self.timing.linking_s if node in self.unheard else self.timing.silent_after_s
+            if silence_s >= limit_s and node not in self.evidence:
+                found[node] = f"silent for {silence_s:.1f} s (limit {limit_s:g} s)"
+        return found
+
+    def excuse_pause(self, gap_s: float) -> None:
+        """Stop the others' clocks for `gap_s`, while we stood still: what they sent meanwhile may still be queued."""
+        self.heard = {node: at + gap_s for node, at in self.heard.items()}
 
 
 class Context:
@@ -121,12 +164,20 @@ class Context:
         self.report_suspects(Prepare(Ballot(plan.world.generation, 0, self.node), ()))
 
     def suspect(self, node: NodeId, reason: str, silent: bool = False) -> None:
-        """Count `node` as lost, by our own evidence. See `Watch.suspect`."""
-        if self.watch.suspect(node, reason, silent):
+        """Count `node` as lost, by our own evidence; the first reason stays."""
+        watch = self.watch
+        if not silent:
+            watch.silent.discard(node)
+        elif node not in watch.evidence:
+            watch.silent.add(node)
+        if node not in watch.evidence:
+            watch.evidence[node] = reason
             self._find_suspects()
 
     def clear(self, node: NodeId) -> None:
-        if self.watch.clear(node):
+        """Drop the evidence about `node`: a silence is over, or one that is no member asks anew."""
+        self.watch.silent.discard(node)
+        if self.watch.evidence.pop(node, None) is not None:
             self._find_suspects()
 
     def report_suspects(self, prepare: Prepare) -> None:

@@ -28,9 +28,7 @@ STALLS_MAX = 3
 class Coverage:
     """The hosts whose loss a spare could make up for: what "protected" needs beside mirrored snapshots.
 
-    A host is covered while a living spare that is able to take it stands by. A spare is able once it has rehearsed all
-    it was told to, until it says otherwise. A host whose call records are dropped can be taken only by a spare that has
-    rehearsed and followed that very host.
+    Any able spare can take a host, but only one that has followed it if the host's call records are dropped.
     """
 
     def __init__(self, world: World) -> None:

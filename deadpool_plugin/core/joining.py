@@ -1,8 +1,7 @@
-"""A host becomes a member of a running job.
+"""A host becomes a member of a running job: its part, until a decided plan has it in its world.
 
-Rules of this file: the host asks every member, each heartbeat, until a decided plan has it in its world or there is no
-hope left; a member remembers who asks as long as the connection lasts (controller.py). Only the coordinator acts on it
-(swaps.py), and until then the host is nobody's voter. A node id is never used again.
+Rules of this file: the host asks every member, each heartbeat, until it is in or there is no hope left. A member
+remembers who asks as long as the connection lasts; only the coordinator acts on it, and the host is nobody's voter.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from .types import NodeId
 
 
 class JoinAttempt:
-    """The host's part, from its first request to the plan that has it."""
+    """The requests of one host."""
 
     def __init__(self, context: Context, members: tuple[NodeId, ...], rack: str) -> None:
         self._ctx, self._rack = context, rack

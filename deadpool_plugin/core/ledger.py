@@ -65,9 +65,8 @@ class Ledger:
     def is_committed(self, world: World, step: Step, copies: int = 1) -> bool:
         """Return whether every rank's snapshot of `step` is staged at home and mirrored on `copies` nodes more.
 
-        So any `copies` nodes may be lost at once. A world of fewer nodes asks for all of them: one of a single node for
-        nothing but staged (and it is never protected). Only those nodes count that are to keep it: what another one
-        holds of an earlier world it lets go of once this is committed.
+        A world of fewer nodes asks for all of them. Only those nodes count that are to keep it: what another one holds
+        of an earlier world it lets go of once this is committed.
         """
         ranks = len(world.node_of)
         suspect = self._blocking.get(step, 0)
@@ -106,14 +105,11 @@ class Ledger:
     ) -> RestorePoint | str:
         """The step every rank goes back to, and where from; or why there is none.
 
-        Every rank's snapshot of it exists on `survivors`; a surviving node restores its ranks from its own memory if it
-        can, every other rank gets a Source. Of several such steps it is the newest of those that bear most further
-        losses (up to `losses_max`), and none older than `committed` if that can be had.
-
-        Why not simply the newest: a step all ranks have just staged is mirrored by nobody yet, so that the loss of one
-        node more would be the end although an older step is still held twice. It costs one step to be redone at most:
-        a step is staged only once the one two before it is committed.
+        Every rank's snapshot of it exists on `survivors`. Of several such steps it is the newest of those that bear
+        most further losses (up to `losses_max`), and none older than `committed` if that can be had.
         """
+        # Why not simply the newest: a step all ranks have just staged is mirrored by nobody yet. The loss of one node
+        # more would be the end although an older step is still held twice. It costs one step to be redone at most.
         if not survivors:
             return "no node survives"
         alive = frozenset(survivors)

@@ -1,16 +1,12 @@
 """Collectives that pair: whether all members of a group have issued the same ones, and who differs if not.
 
-A rank numbers the collectives that it issues in each of its groups in a generation, and keeps a digest of them; the
-n-th of one member pairs with the n-th of every other. Three comparisons follow from that.
-- At equal numbers, at any time: the n-th collective is the same on every member, however far apart they are.
-- At the cut of a step: numbers and digests are the same. A swap goes back to a cut, and each rank does again by itself
-  what came after it, so nobody could go back to a cut that a collective straddles.
-- At the end of a script: a rank whose script has ended issues nothing more, so nobody pairs with what another issues
-  after that.
-Generation 0 is not compared. Nobody has gone back to a cut there, no process is new, and to keep a digest would cost
-each collective of an undisturbed job some microseconds. If it hangs by its script's own fault, all go on in generation
-1 (coordination.py, `_stall`); if it hangs there again, the verdict names the first call.
+A rank numbers the collectives that it issues in each of its groups in a generation, and keeps a digest of them. Those
+of two members are compared
+- at equal numbers, at any time: the n-th collective is the same on every member, however far apart they are;
+- at the cut of a step: numbers and digests are the same, or a swap could not go back to it;
+- at the end of a script: a rank whose script has ended issues nothing more, so nobody pairs with what comes after.
 A rank's sum over its groups (`Holding.paired`) is made so that those of all ranks add up to 0 if all digests agree.
+README.md says what follows ("Collectives that do not pair"), and why generation 0 is not compared.
 
 Rules of this file: a difference is believed only where both sides are known.
 """

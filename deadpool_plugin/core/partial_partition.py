@@ -1,13 +1,7 @@
 """Two members that do not hear each other, while the coordinator hears both: one of them has to go if that lasts.
 
-A short one does no harm: whoever cannot mirror or fetch tries again, and the job waits. It says so again for as long
-as it fails, and so do two nodes that run ranks for as long as neither answers the other: their training connections are
-broken as well, and a job that stands still mirrors nothing (the caller feeds LinkLost every so often). Said
-`silent_after_s` and the time of a step apart with no step committed in between, it holds the job up, and nothing else
-would end that.
-
-A training connection that breaks though both its ends live is seen to in place: all are interrupted, and connect anew.
-If one breaks again before more than two steps were committed, the host that both have in common goes, as above.
+README.md says when ("A partial partition", "A broken training connection"). Who complains does so again for as long as
+it cannot mirror, fetch or connect.
 
 Rules of this file: the coordinator judges; a spare is asked to leave, or who does not hear the most others, which stops
 its workers before it is replaced.

@@ -6,13 +6,11 @@ coordinator only learns that a swap is due.
 
 A failure may be forgotten when the next generation is decided. A process that dies
 - before its node promises is named by the promise, and so by the plan;
-- between the promise and Reconfigure may not be named by the plan, but Reconfigure begins a process for every rank
-  here that has none. Nothing in the plan depended on the process: step and sources come from snapshots in the agents'
-  memory, verified before the promise and frozen since by the fence;
+- between the promise and Reconfigure is replaced by Reconfigure, as every rank here that has none. The plan did not
+  depend on it: snapshots are in the agents' memory, verified before the promise and frozen since by the fence;
 - after Reconfigure is reported in the new generation, and the next round begins.
-The caller never reports the death of a process that it has replaced, so the two last cases cannot be mixed up. One
-thing does die with a process: the store it offered. If the plan builds upon that, the new generation is stuck from the
-start. A coordinator that dies takes no failure with it: they are said again with every report and promise.
+One thing does die with a process: the store it offered. If the plan builds upon that, the new generation is stuck from
+the start.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The rehearsals that a spare was told to make, and their progress.
 
 Rules of this file: one task a local slot, the newest counts; a rehearsal that fails is ordered again, at once and then
-after pauses that double, as often within the same time as a lost process is replaced; then the node gives up. What
-fails for want of a source that is lost does not count.
+after pauses that double, within the same budget as a lost process; then the node gives up. What fails for want of a
+source that is lost does not count.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Self-fencing: a node without contact to a majority stops its workers before others may replace it.
 
 A node's workers run for `Timing.lease_s` after its newest report of which is certain that, later than it was sent, a
-majority heard of the coordinator that had it; then they stand still. Nobody of that majority helps to replace this
-coordinator for its silence before `Timing.silent_after_s`, which is longer; so whoever is cut off has stopped before it
-can be replaced, and needs to know nothing but its own clock for it. What is certain is up to four heartbeat intervals
-old when it is heard of last, so that a silence shorter than the lease by as much is the shortest that stops anything.
-The workers go on if nobody has replaced the node; one that is a majority by itself never stands still.
+majority heard of the coordinator that had it. README.md has the argument ("Cut off").
 
 Rules of this file: times of two nodes are never compared. Each goes to the other node and comes back with an answer, so
 a message that was long under way, or a node that slept, proves no more than it should.

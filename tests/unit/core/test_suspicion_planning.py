@@ -7,12 +7,11 @@ from support import expect
 
 from deadpool_plugin import errors
 from deadpool_plugin.core import api, local, types
-from deadpool_plugin.core.context import Context
+from deadpool_plugin.core.context import Context, Watch
 from deadpool_plugin.core.ledger import Ledger, NoSpare, plan_swap
 from deadpool_plugin.core.messages import Decided, Report
 from deadpool_plugin.core.policy import Policy, Timing
 from deadpool_plugin.core.processes import STORE_GONE, Processes
-from deadpool_plugin.core.suspicion import Watch
 from deadpool_plugin.core.types import NO_STEP, Ballot, Holding, Source, SwapPlan, Unrecoverable, World
 
 TIMING = Timing(heartbeat_interval_s=1.0, silent_after_s=10.0)
@@ -45,17 +44,23 @@ def test_silences(now, evidence, watched, found):
 
 def test_who_has_yet_to_say_a_first_word_is_waited_for_longer():
     """It may still link up with others, one of which has died just now."""
-    watch = Watch(TIMING, heard={1: 0.0, 2: 0.0}, unheard={1, 2})
+    context = Context(0, TIMING, Policy())
+    watch = context.watch
+    watch.heard, watch.unheard = {1: 0.0, 2: 0.0}, {1, 2}
     watch.hear(2, 0.0)
     assert watch.silences((1,), 29.0) == {}
     assert watch.silences((1,), 30.0).keys() == {1}
     assert watch.silences((1, 2), 10.0).keys() == {2}
-    assert watch.suspect(1, "link lost") and watch.evidence.keys() == {1}, "that its link has ended counts as ever"
+    context.suspect(1, "link lost")
+    assert watch.evidence.keys() == {1}, "that its link has ended counts as ever"
 
 
 def test_the_first_reason_stays_and_ones_own_pause_is_no_evidence():
-    watch = Watch(TIMING, heard={1: 0.0})
-    assert watch.suspect(2, "first") and not watch.suspect(2, "second")
+    context = Context(0, TIMING, Policy())
+    watch = context.watch
+    watch.heard = {1: 0.0}
+    context.suspect(2, "first")
+    context.suspect(2, "second")
     assert watch.evidence == {2: "first"}
     assert watch.silences((1, 2), 10.0).keys() == {1}
     watch.excuse_pause(60.0)
