@@ -19,9 +19,7 @@ class Input(msgspec.Struct, frozen=True):
 
 
 class WorldFormed(Input, frozen=True):
-    """Rendezvous is over and control connections to every member are up; `world.generation` is 0."""
-
-    world: World
+    world: World  # of generation 0: rendezvous is over, control connections to every member are up
 
 
 class Joining(Input, frozen=True):
@@ -62,9 +60,7 @@ class StoreLost(Input, frozen=True):
 
 
 class WorkerReady(Input, frozen=True):
-    """In a generation that began from the top of the script, a worker is at its first call; its arena is in place."""
-
-    rank: Rank
+    rank: Rank  # at its first call, in a generation that began from the top; its arena is in place
 
 
 class SnapshotHeld(Input, frozen=True):
@@ -77,10 +73,8 @@ class SnapshotHeld(Input, frozen=True):
 
 
 class HoldingsDropped(Input, frozen=True):
-    """A swap rolled back, or a slot is being rewritten: nothing for `rank` newer than `newer_than` is held here."""
-
     rank: Rank
-    newer_than: Step
+    newer_than: Step  # held here no more: a swap rolled back, or a slot is being rewritten
 
 
 class WorkerLost(Input, frozen=True):
@@ -136,9 +130,7 @@ class StopRequested(Input, frozen=True):
 
 
 class Claimed(Input, frozen=True):
-    """The witness's answer to a Claim or Look: the plan it has for that generation, ours or one claimed before."""
-
-    plan: SwapPlan
+    plan: SwapPlan  # which the witness has for that generation, in answer to a Claim or Look
 
 
 class Action(msgspec.Struct, frozen=True):
@@ -166,9 +158,7 @@ class Commit(Action, frozen=True):
 
 
 class AbortWorkers(Action, frozen=True):
-    """Fence `generation - 1`: interrupt the workers, stop mirroring, accept no byte of an older generation."""
-
-    generation: Generation
+    generation: Generation  # fence the one before: interrupt the workers, stop mirroring, accept no older byte
 
 
 class ReadCalls(Action, frozen=True):
@@ -209,9 +199,7 @@ class Claim(Action, frozen=True):
 
 
 class Look(Action, frozen=True):
-    """Feed Claimed with the plan that the witness has for `generation`, if it has one; nothing if not."""
-
-    generation: Generation
+    generation: Generation  # feed Claimed with the plan that the witness has for it, if it has one
 
 
 class Emit(Action, frozen=True):

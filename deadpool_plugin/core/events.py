@@ -58,9 +58,7 @@ class HostJoined(Event, frozen=True):
 
 
 class WaitingForHost(Event, frozen=True):
-    """No spare is left: everyone holds its state until a host joins."""
-
-    reason: str = ""
+    reason: str = ""  # why no spare is left; everyone holds its state until a host joins
 
 
 class SwapPlanned(Event, frozen=True):

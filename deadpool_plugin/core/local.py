@@ -109,10 +109,8 @@ class HostStore(LocalMessage, frozen=True):
 
 
 class StartGroups(LocalMessage, frozen=True):
-    """Agent -> worker that begins the script: build groups over this store."""
-
     generation: Generation
-    store: str
+    store: str  # over which a worker that begins the script is to build groups
 
 
 class RankReady(LocalMessage, frozen=True):
@@ -174,17 +172,12 @@ class History(LocalMessage, frozen=True):
 
 
 class Moved(LocalMessage, frozen=True):
-    """Rehearser -> agent, now and then: it has come as far as `step` on its way through `History`; there is more."""
-
     rank: Rank
-    step: Step
+    step: Step  # how far a rehearser has come on its way through `History`; said now and then
 
 
 class WorkerMoved(LocalMessage, Input, frozen=True):
-    """The process of `rank` has got on, as it says now and then: one in training to its next collective, one that is to
-    run the rank further on its way through the past."""
-
-    rank: Rank
+    rank: Rank  # come to its next collective, or further on its way through the past; said now and then
 
 
 class TakeOver(LocalMessage, frozen=True):
@@ -208,10 +201,8 @@ class Saving(LocalMessage, frozen=True):
 
 
 class WorkerRestored(LocalMessage, Input, frozen=True):
-    """A worker finished its part of the swap into `generation` and goes on training."""
-
     rank: Rank
-    generation: Generation
+    generation: Generation  # it finished its part of the swap into that and goes on training
 
 
 class OutOfReach(LocalMessage, frozen=True):
@@ -219,18 +210,14 @@ class OutOfReach(LocalMessage, frozen=True):
 
 
 class CheckpointSaved(LocalMessage, Input, frozen=True):
-    """A rank has finished saving a checkpoint."""
-
     step: Step
     path: str
     whole: bool = True  # all of it, not a file that may be part of one
 
 
 class Failing(LocalMessage, frozen=True):
-    """Worker -> agent: its script has ended with an error; the process follows."""
-
     rank: Rank
-    reason: str  # the exception in a line
+    reason: str  # the exception in a line with which the script has ended; the process follows
     differs: bool = False  # it has followed the rank, and read other data than the rank itself
 
 
@@ -241,8 +228,6 @@ class WorkerFinished(LocalMessage, Input, frozen=True):
 
 
 class WorkerEvent(LocalMessage, frozen=True):
-    """Worker -> agent: an event for the event log."""
-
     kind: str  # name of a class of deadpool_plugin.events
     fields: dict[str, object]
 

@@ -29,11 +29,7 @@ def is_quorum_without(world: World, lost: Collection[NodeId], witness: bool = Fa
 
 
 def is_half(world: World, nodes: Collection[NodeId]) -> bool:
-    """Return whether `nodes` are enough to decide what a witness keeps.
-
-    Such a plan is kept before anybody is asked to accept it, so whatever any half accepts in one generation is one
-    plan; and a half shares a member with every majority.
-    """
+    """Return whether `nodes` are enough to decide what a witness keeps: whatever any half accepts is that one plan."""
     return 2 * len(world.positions.keys() & nodes) >= len(world.members)
 
 

@@ -90,10 +90,8 @@ class NodeFailed(Message, frozen=True):
 
 
 class RankFailed(Message, frozen=True):
-    """Member -> coordinator: the process of a rank of this node is gone; the node itself is well and replaces it."""
-
     generation: Generation
-    failure: Failure
+    failure: Failure  # of a process of the sender, which is well and replaces it
 
 
 class GroupCalls(msgspec.Struct, frozen=True, array_like=True):
@@ -107,8 +105,6 @@ class GroupCalls(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankCalls(msgspec.Struct, frozen=True, array_like=True):
-    """The collectives of one rank, group by group."""
-
     rank: Rank
     groups: tuple[GroupCalls, ...]
     newcomer: bool = False  # it is unproven (context.py)
@@ -116,16 +112,12 @@ class RankCalls(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Compare(Message, frozen=True):
-    """Coordinator -> every active node: say what your ranks have issued."""
-
-    generation: Generation
+    generation: Generation  # in which the ranks of an active node are to say what they have issued
 
 
 class Calls(Message, frozen=True):
-    """The answer to Compare."""
-
     generation: Generation
-    ranks: tuple[RankCalls, ...]
+    ranks: tuple[RankCalls, ...]  # the answer to Compare
 
 
 class Replace(Message, frozen=True):

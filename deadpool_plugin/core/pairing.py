@@ -42,7 +42,7 @@ REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", 
 PROVED_AFTER = 3
 """Steps committed in a generation."""
 MISPAIRS = "members of a group issue different collectives"
-_ADVICE_NEWCOMER = (
+_ADVISE_NEW = (
     "A new process must issue the same collectives as the others: look for what the script finds out once and keeps"
 )
 _ADVICE = "All ranks of a group must issue the same collectives in the same order: correct the script"
@@ -203,10 +203,7 @@ def judge_newcomers(ctx: Context, plan: SwapPlan, gone: Iterable[Rank]) -> None:
 
 
 class Pairing:
-    """The comparison in one generation, as its coordinator makes it: all are asked, and whoever differs goes.
-
-    Nothing of it need outlive its coordinator: each node knows which of its processes follow one that was ended for
-    this. A node that is lost takes that with it, and costs a host."""
+    """The comparison in one generation, as its coordinator makes it: all are asked, and whoever differs goes."""
 
     def __init__(self, context: Context) -> None:
         self._ctx = context
@@ -303,7 +300,7 @@ class Pairing:
         what = f"{MISPAIRS}: {shown or self._why}"
         if not blamed or again:
             before = f", as before rank(s) {listed(again)} were replaced" if again else ""
-            advice = _ADVICE_NEWCOMER if blamed else _ADVICE
+            advice = _ADVISE_NEW if blamed else _ADVICE
             ctx.stop(f"{what}{before}; no step since {ctx.newest_committed} is kept. {advice}")
             return
         ctx.emit(Note(what))

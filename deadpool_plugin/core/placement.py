@@ -26,8 +26,7 @@ class Rehearsal(msgspec.Struct, frozen=True):
 def buddies_of(world: World, node: NodeId, copies: int) -> tuple[NodeId, ...]:
     """The nodes that hold `node`'s mirrors: the next `copies` active ones of the ring, then spares if too few.
 
-    Where the world names racks it has an assignment of its own, made for the job's `copies`.
-    Returns: () for a node without ranks; fewer than `copies` where the world has no more members.
+    () for a node without ranks. Where racks matter the world has an assignment of its own, for the job's `copies`.
     """
     if not world.ranks_of(node):
         return ()
@@ -104,14 +103,13 @@ def world_after(
     world: World,
     lost: Collection[NodeId],
     joined: Collection[NodeId] = (),
-    racks: Mapping[NodeId, str] | None = None,
+    racks: Mapping[NodeId, str] | None = None,  # of the joined hosts
     copies: int = 1,
     able: Collection[NodeId] = (),
 ) -> World | None:
-    """The next generation's world without the `lost` nodes and with the `joined` hosts as its last spares.
+    """The next world without the `lost` nodes and with the `joined` hosts as its last spares; None if spares run out.
 
-    Args: racks: those of the joined hosts. able: as for `takers_of`.
-    Returns: the same ranks at the same ring positions, or None if spares run out.
+    Ranks keep their ring positions.
     """
     takers = takers_of(world, lost, joined, able)
     if takers is None:
@@ -132,10 +130,7 @@ def world_after(
 def with_racks(
     world: World, racks: Mapping[NodeId, str], copies: int, before: Mapping[NodeId, Collection[NodeId]] | None = None
 ) -> World:
-    """`world` with its members' racks and the mirrors that follow from them; as it is if they have none.
-
-    Args: before: whose mirrors are where already; what is still allowed stays.
-    """
+    """`world` with its members' racks, and mirrors as `before` as far as they allow; as it is if they have none."""
     known = tuple((node, racks[node]) for node in world.members if racks.get(node))
     if not known:
         return world
@@ -147,9 +142,8 @@ def with_racks(
 class _Assignment:
     """The buddies of each active node where hosts stand in racks: never two copies in one while another has room.
 
-    A node has room for as many mirrors as it gives away itself, so nobody needs more memory than everybody does; a
-    spare has as much. What is lost is filled in, by having others move where nobody has room, and the rest is left
-    alone. Among equals the next along the ring is taken.
+    A node has room for as many mirrors as it gives away itself; a spare has as much. What is lost is filled in, by
+    having others move where nobody has room, and the rest is left alone. Among equals it is the next along the ring.
     Source of the search: augmenting paths, Kuhn (1955), with racks as a further condition on each edge.
     """
 
@@ -226,10 +220,9 @@ class LocalSlot(msgspec.Struct, frozen=True):
 
 
 def divide(ranks: Sequence[Rank], slots: Sequence[LocalSlot]) -> tuple[dict[Rank, int], dict[Rank, int]]:
-    """Divide a node's slots among its `ranks`: those that go on with their rank, and those that take another one over.
+    """Divide a node's slots among its `ranks`: rank -> index of those that go on, and of those that take it over.
 
-    A rank without a process gets its own slot, else the one that rehearses it, else one that has no rank.
-    Returns: rank -> index into `slots`, for both. A rank that there is no slot for is in neither.
+    A rank without a process gets its own slot, else the one that rehearses it, else one that has no rank, if any.
     """
     staying = {rank: n for rank in ranks for n, slot in enumerate(slots) if slot.rank == rank and slot.serves}
     free = {n: slot for n, slot in enumerate(slots) if not slot.serves}

@@ -62,7 +62,6 @@ class Timing:
 class Budget:
     """A budget for each key: `most` times within any stretch of `window_s` seconds; 0: never.
 
-    What is older is forgotten, so that a job of months is not ended by losses that were months apart.
     Source: systemd's StartLimitBurst within StartLimitIntervalSec; Erlang/OTP's restart intensity of a supervisor.
     """
 
