@@ -283,8 +283,10 @@ class Context:
 
     # -- the ways to speak ---------------------------------------------------------------------------------------
 
-    def note(self, changed: bool = True) -> None:
+    def note(self, changed: bool = True) -> bool:
+        """Have it said with the next report that something here has changed, if it has."""
         self.changed = self.changed or changed
+        return changed
 
     def forget_news(self) -> None:
         self.changed = False

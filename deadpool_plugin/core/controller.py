@@ -40,7 +40,6 @@ class Controller:
         self._self_fencing = SelfFencing(self._ctx)
         self._joining: JoinAttempt | None = None
         self.phase = Phase.OUTSIDE
-        """Where this node stands; see phases.py."""
         self._early: list[api.Received] = []
         self._former: set[NodeId] = set()  # members of older generations: none is a candidate
         self._reported_at = 0.0
@@ -150,8 +149,8 @@ class Controller:
                 self._mark()
                 continue
             self._watch_the_right_ones()
-            if self._swaps.react():
-                self._mark()
+            self._swaps.react()
+            self._mark()
             if ctx.changed and not ctx.ended:
                 ctx.forget_news()
                 self._reported_at = ctx.now

@@ -21,8 +21,7 @@ from .types import NO_STEP, NodeId, Rank, Step, World, listed
 BEATS_MAX = 4
 """Per heartbeat interval. With one, a Status about a step would put off the next beat by up to an interval, and what
 members are certain of would lag as much more."""
-STALLS_MAX = 3
-"""Number of stalls, each at most AGAIN_WITHIN_STEPS after the one before, that end the job."""
+STALLS_MAX = 3  # which end the job, each at most AGAIN_WITHIN_STEPS after the one before
 
 
 class Coverage:

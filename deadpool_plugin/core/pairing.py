@@ -39,8 +39,7 @@ DTYPES = (
 )  # fmt: skip
 REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
-PROVED_AFTER = 3
-"""Steps committed in a generation."""
+PROVED_AFTER = 3  # steps committed in a generation
 MISPAIRS = "members of a group issue different collectives"
 _ADVISE_NEW = (
     "A new process must issue the same collectives as the others: look for what the script finds out once and keeps"

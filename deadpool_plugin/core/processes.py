@@ -26,8 +26,7 @@ from .policy import Budget
 from .rehearsing import Rehearsing
 from .types import NEVER, NO_STEP, Checkpoint, Failure, Generation, Holding, NodeId, Rank, Step, listed
 
-AGAIN_WITHIN_STEPS = 2
-"""An error that comes back before more than so many steps were committed is the script's own."""
+AGAIN_WITHIN_STEPS = 2  # an error that comes back before more steps were committed is the script's own
 STORE_GONE = "the process whose store the groups were to be built over is gone"
 
 
@@ -144,7 +143,7 @@ class Processes:
                 before = self.store
                 self._offers.pop(local_slot, None)
                 self._offers[local_slot] = (not stand_in, address)
-                return self._must_say(self.store != before)
+                return ctx.note(self.store != before)
             case api.StoreLost(address):
                 before = self.store
                 self._lost_stores.add(address)
@@ -152,7 +151,7 @@ class Processes:
                 # One that nobody has built upon yet is an offer less; without the one we build upon nobody gets on.
                 if ctx.plan is not None and address == ctx.plan.store and not (ctx.training or ctx.swapping):
                     ctx.get_stuck(STORE_GONE)
-                return self._must_say(self.store != before)
+                return ctx.note(self.store != before)
         return False
 
     def _hold(self, holding: Holding, generation: Generation) -> bool:
@@ -171,10 +170,6 @@ class Processes:
     def _reach(self, ranks: set[Rank], rank: Rank) -> None:
         self._ctx.note(rank not in ranks)
         ranks.add(rank)
-
-    def _must_say(self, new: bool) -> bool:
-        self._ctx.note(new)
-        return new
 
     def _ends_the_job(self, rank: Rank, exit_code: int, what: str) -> bool:
         """Return whether the script's error would come back on any node, before training or as it has done already.
@@ -205,7 +200,7 @@ class Processes:
         else:
             self._gone[rank] = failure
             ctx.emit(RankLost(rank, failure.reason))
-            return self._must_say(True)
+            return ctx.note(True)
         return False
 
     def hear_gone(self, sender: NodeId, message: RankFailed) -> None:

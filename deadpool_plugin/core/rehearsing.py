@@ -14,8 +14,7 @@ from .messages import Rehearse
 from .policy import Budget
 from .types import NEVER, NodeId, Rank
 
-REASON_MAX = 200
-"""Characters of a reason that goes into every report."""
+REASON_MAX = 200  # characters: it goes into every report
 
 
 class Rehearsing:

@@ -23,8 +23,7 @@ from .types import NEVER, NO_STEP, Ballot, NodeId, Rank, SwapPlan, Unrecoverable
 from .voter import Voter
 
 ROUNDS_MAX = 64
-RIVAL_INTERVALS = 4
-"""Heartbeat intervals a refused proposer waits for its rival's decision."""
+RIVAL_INTERVALS = 4  # heartbeat intervals a refused proposer waits for its rival's decision
 
 
 class Swaps:
@@ -48,15 +47,12 @@ class Swaps:
             self._is_stuck = True
             self._ctx.emit(Note(f"node {node}: {reason}"))
 
-    def react(self) -> bool:
-        """Act on what is known. Safe to call at any time; does something once per new piece of evidence.
-
-        Returns: whether this node may have come into another phase by it.
-        """
+    def react(self) -> None:
+        """Act on what is known. Safe to call at any time; does something once per new piece of evidence."""
         ctx, suspects, proposal = self._ctx, self._ctx.suspects, self.proposal
         if suspects and not ctx.can_decide_without(suspects):
             self._without_quorum(suspects)
-            return True
+            return
         self._asked_at = NEVER
         if not ctx.leads:
             self._tell(suspects)
@@ -65,11 +61,8 @@ class Swaps:
             if ctx.unproven:  # a process that complains may have been answered by one that issues something else
                 self._pairing.ask()
             self._begin_round(suspects)
-            return True
         elif proposal is not None and proposal.waits_with is not None and proposal.waits_with != ctx.joinable:
             self._propose(proposal)  # again, with the hosts that have asked by now
-            return True
-        return False
 
     def _is_due(self, suspects: Mapping[NodeId, str]) -> bool:
         ctx = self._ctx
