@@ -375,8 +375,8 @@ class Controller:
         judge_newcomers(ctx, plan, [failure.rank for failure in self._processes.gone])
         ctx.enter(message, asked_at)
         self._former |= set(before.members) - set(ctx.world.members)
-        for node in {*ctx.world.members, *self._former}:
-            ctx.candidates.pop(node, None)
+        for node in ctx.candidates.keys() & (ctx.world.positions.keys() | self._former):
+            ctx.candidates.pop(node)
         self._begin_generation()
         ctx.note()
         for node in plan.lost_nodes:  # whoever lives is not to take the end of this link for a loss
