@@ -1,4 +1,4 @@
-"""The generation that this process lives in, the newest one that was announced, and the meaning of an error between.
+"""The generation that this process lives in, the newest announced one, and waits that end with an announcement.
 
 Rules of this file: nothing else in a worker knows a generation. `current` only grows, on the main thread; `announced`
 only grows, from any thread. While `announced > current`, collectives and interruptible waits raise GenerationChanged.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from queue import SimpleQueue
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import GenerationChanged
 
+T = TypeVar("T")
+SLICE_S = 0.05
 _NCCL = ("ncclRemoteError", "ncclSystemError")
 _OTHERS = (
     "NCCL Error 2:", "NCCL Error 6:",
@@ -28,12 +31,14 @@ and receives); gloo's transport/tcp (pair.cc, error.cc), which says what strerro
 
 
 class Generations:
-    """The two generations of a process, and the place where errors wait for an announcement."""
+    """The two generations of a process, and the place where errors and waits meet an announcement.
+
+    Args: on_broken: told the generation and the error of a broken connection; returns whether a new generation follows.
+    """
 
     def __init__(
         self, explain_timeout_s: float, on_broken: Callable[[int, str], bool] = lambda generation, reason: False
     ):
-        """Args: on_broken: told that a connection of a generation broke; returns whether a new one will follow."""
         self.current = self.announced = 0
         self.announced_at = 0.0
         self.changed = threading.Condition()
@@ -70,8 +75,8 @@ class Generations:
     def explain(self, error: BaseException, since: int | None = None) -> NoReturn:
         """Raise the meaning of `error`, met in a collective (or while generation `since` was built).
 
-        A dead peer is felt by its neighbours before anybody has decided anything, so this waits for the announcement.
-        A connection that broke although nobody died is reported then, and the generation that follows is waited for,
+        Blocks: for the announcement, because neighbours feel a dead peer before anybody has decided anything. A
+        connection that broke although nobody died is reported then, and the generation that follows is waited for,
         however long it takes: the error is not the script's.
 
         Raises: GenerationChanged if one is announced, else `error`.
@@ -87,3 +92,54 @@ class Generations:
         if self.announced > before:
             raise GenerationChanged(self.announced) from error
         raise error
+
+    def run(self, function: Callable[[], T], since: int, grace_s: float = 0.0) -> T:
+        """Run `function` in a helper thread, and return its result.
+
+        Raises:
+            GenerationChanged: one newer than `since` was announced, and `function` did not end within `grace_s` after
+                that; it goes on, unattended.
+        """
+        try:
+            helper = _idle.pop()
+        except IndexError:
+            helper = _Helper()
+        helper.functions.put(function)
+        while not helper.ended.acquire(timeout=SLICE_S):
+            if self.announced > since:
+                if helper.ended.acquire(timeout=grace_s):
+                    break
+                helper.is_left = True
+                raise GenerationChanged(self.announced)
+        (value, error), helper.outcome = helper.outcome, (None, None)
+        _idle.append(helper)
+        if error is not None:
+            raise error
+        result: T = value
+        return result
+
+
+class _Helper(threading.Thread):
+    """A thread that runs one function at a time for one waiting thread, until it is left."""
+
+    def __init__(self) -> None:
+        super().__init__(name="deadpool-wait", daemon=True)
+        self.functions: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+        self.outcome: tuple[Any, BaseException | None] = None, None
+        self.ended = threading.Lock()
+        self.ended.acquire()
+        self.is_left = False
+        self.start()
+
+    def run(self) -> None:
+        while not self.is_left:
+            function = self.functions.get()
+            try:
+                self.outcome = function(), None
+            except BaseException as error:  # handed to the waiting thread
+                self.outcome = None, error
+            del function  # it may hold a group
+            self.ended.release()
+
+
+_idle: list[_Helper] = []

@@ -1,11 +1,8 @@
-"""The process-wide registry of handles: live, recording, rehearsing, interrupted, rebuilt.
+"""The process-wide registry of handles, and the network of the current generation behind them.
 
 Rules of this file: operations come from whatever thread torch issues them in (asynchronous saves and autograd have
-their own), `interrupt` from any, everything else is the main thread's. `interrupt` and the moment a rebuilt network
-becomes the current one share a lock, so a late interruption cannot cut the new generation's connections. An inner
-group with a stuck operation is kept for ever; the others are dropped in a thread of their own, because a destructor
-that hangs must not hang anybody else. Whatever waits for peers inside of a library, and cannot be cut, runs in a thread
-that an announcement leaves behind.
+their own), `interrupt` from any, everything else is the main thread's. Whatever waits for peers inside of a library,
+and cannot be cut, runs in a thread that an announcement leaves behind.
 """
 
 from __future__ import annotations
@@ -13,31 +10,33 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from ..errors import InvariantViolated, Unsupported, present
 from ..transport.flight_recorder import FlightRecorder
-from .collective import BLOCKING, CompletedWork, HandleWork, outputs, tensors
+from . import store as stores
+from .collective import Operation, is_inline, note
+from .fabric import Fabric, HandleWork
 from .generations import Generations
-from .handle import Handle, Runtime
-from .network import Network
-from .pairing import is_inline, note
+from .gloo import GlooFabric
+from .handle import Handle, Runtime, members
+from .nccl import NcclFabric
 from .record import Recorder, Replay, user_frame
-from .waits import in_helper
 
 T = TypeVar("T")
-_REST_S = 30.0
+_QUIESCE_S = 30.0
 
 
-class Groups:
+class Groups(Runtime):
     """One per process. Call order: `patches.install`; start or rehearse; stop_recording or finish_rehearsal; then, per
     swap, interrupt (any thread) and rebuild. Without a worker it is its own runtime."""
 
@@ -48,29 +47,16 @@ class Groups:
         self.generations = Generations(explain_timeout_s, self._connection_broke)
         self.calls_area = memoryview(b"")
         """Where this rank's agent looks for what the rank issues, as soon as it has an arena."""
+        self.bootstrap: Store | None = None
         self._recording_limit_bytes = recording_limit_bytes
         self._lock = threading.Lock()
+        """Shared by `interrupt` and a network that becomes the current one: no late interruption cuts the new one's."""
         self._network: Network | None = None
         self._recorder: Recorder | None = None
         self._replay: Replay | None = None
         self._training = False
-        self._books: FlightRecorder | None = None
+        self._flight_recorder: FlightRecorder | None = None
         self._created: list[tuple[int, ...]] = []
-        self.bootstrap: Store | None = None
-
-    # ---- the runtime of a process without a worker
-
-    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HandleWork:
-        return self.issue(handle, name, args, kwargs)
-
-    def before_destroy(self) -> None:
-        """Nobody else's end is waited for."""
-
-    def connection_broke(self, generation: int, peers: tuple[int, ...], reason: str) -> bool:
-        return False
-
-    def give_up(self, reason: str) -> NoReturn:
-        sys.exit(reason)
 
     # ---- start-up
 
@@ -82,8 +68,7 @@ class Groups:
         """Begin as a live rank (RANK, WORLD_SIZE): connect groups over `store` as they are created, and record what
         their operations return. Blocks: until the store answers. Raises: GenerationChanged."""
         self.generations.enter(generation)
-        rank = int(os.environ["RANK"])
-        self._network = self._attempt(lambda: Network(generation, store, rank, self.generations), generation)
+        self._network = self._attempt(lambda: Network(generation, store, self.generations), generation)
         self.bootstrap = PrefixStore("torch", self._network.store)
         self._recorder = Recorder(self._recording_limit_bytes)
 
@@ -92,10 +77,8 @@ class Groups:
         self._replay, self.bootstrap = Replay(recording), HashStore()
 
     def stop_recording(self) -> bytes:
-        """Return the recording of everything since `start`. From here on no groups can be made.
-
-        Blocks: for operations not yet waited for.
-        """
+        """Return the recording of everything since `start`. From here on no groups can be made. Blocks: for operations
+        that nobody has waited for."""
         recorder = present(self._recorder, "stop_recording without start")
         self._recorder, self._training = None, True
         return recorder.finish(self._created)
@@ -133,36 +116,43 @@ class Groups:
         Raises: DeadpoolError if NCCL's abort does not return; the process must then be killed.
         """
         with self._lock:
-            if self.generations.announce(generation) and self._network is not None:
-                self._network.unblock()
+            if self.generations.announce(generation):
+                for fabric in self._fabrics():
+                    fabric.unblock()
+
+    def _fabrics(self) -> list[Fabric]:
+        return list(self._network.fabrics.values()) if self._network is not None else []
 
     def _connection_broke(self, generation: int, reason: str) -> bool:
-        network = self._network if generation == self.generation else None
-        peers = network.ranks_named(reason) if network is not None else ()
+        fabrics = self._fabrics() if generation == self.generation else []
+        peers = tuple(rank for fabric in fabrics for rank in fabric.ranks_named(reason))
         return self.runtime.connection_broke(generation, peers, reason.strip().partition("\n")[0])
 
     def rebuild(self, generation: int, store: str) -> None:
         """Connect every handle again, over the store of `generation`; a rehearsing process becomes live by this.
 
-        Blocks: until all ranks do the same, however long it takes them. Raises: GenerationChanged if a newer
-        generation is announced.
+        Blocks: until all ranks do the same. Raises: GenerationChanged if a newer generation is announced.
         """
         self.interrupt(generation)
         self.generations.check(generation)
-        deadline = time.monotonic() + _REST_S
+        deadline = time.monotonic() + _QUIESCE_S
 
         def stop() -> bool:
             return self.generations.announced > generation or time.monotonic() > deadline
 
-        if self._network is not None and not self._network.quiesce(stop):
+        if not all(fabric.quiesce(stop) for fabric in self._fabrics()):
             self.generations.check(generation)
-            self.runtime.give_up(f"operations in flight have not ended within {_REST_S:g} s and may still write")
-        handles, rank, size = list(self.handles), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            self.runtime.give_up(f"operations in flight have not ended within {_QUIESCE_S:g} s and may still write")
+        handles = list(self.handles)
 
-        def build() -> tuple[Network, list[dist.ProcessGroup]]:
-            network = Network(generation, store, rank, self.generations)
-            network.gather(size)
-            inners = []
+        def build() -> tuple[Network, list[dist.ProcessGroup | None]]:
+            network = Network(generation, store, self.generations)
+            # A newcomer may have a long way through past steps, and groups wait no longer than their time-outs.
+            # Who does not come at all is missed by the protocol, which then begins another generation.
+            if network.store.add("gathered", 1) == int(os.environ["WORLD_SIZE"]):
+                network.store.set("everybody", "")
+            network.store.wait(["everybody"])
+            inners: list[dist.ProcessGroup | None] = []
             for handle in handles:
                 self.generations.check(generation)  # else nobody waits for this thread any more
                 inners.append(network.build(handle))
@@ -171,22 +161,18 @@ class Groups:
         network, inners = self._attempt(build, generation)
         with self._lock:
             self.generations.enter(generation)
-            retired = _retired(handles, aborted=True)
-            for handle, inner in zip(handles, inners, strict=True):
-                handle.inner, handle.abandoned = inner, False
-                handle.drop_coalescing()
             self._network, self._replay, self._recorder, self._training = network, None, None, True
+            _replace(handles, inners, aborted=True)
             self.begin_counting()
-        table = dist.distributed_c10d._world.pg_map
-        for handle in self.handles:  # torch hands out each group's store to whoever asks: a living one
+        table = c10d._world.pg_map
+        for handle in handles:  # torch hands out each group's store to whoever asks: a living one
             if handle in table:
                 table[handle] = (table[handle][0], PrefixStore(f"torch/{handle.key}", network.store))
-        _retire(retired)
 
     def _attempt(self, function: Callable[[], T], generation: int) -> T:
         """Run `function` in a helper thread, in which an announcement after `generation` leaves it behind."""
         try:
-            return in_helper(function, self.generations, generation)
+            return self.generations.run(function, generation)
         except RuntimeError as error:
             self.generations.explain(error, generation)
 
@@ -194,40 +180,38 @@ class Groups:
         """Count collectives from here on, as all members of a group do: its communicator is new on all of them."""
         counted = [handle for handle in self.handles if handle.size() > 1]
         described = [(handle.key, handle.rank(), handle.size()) for handle in counted]
-        self._books = FlightRecorder(self.calls_area, self.generation, described)
-        for handle, book in zip(counted, self._books.records, strict=True):
+        self._flight_recorder = FlightRecorder(self.calls_area, self.generation, described)
+        for handle, book in zip(counted, self._flight_recorder.records, strict=True):
             handle.calls = book
 
     def cut(self, step: int) -> int:
         """Sum up this rank's collectives since the newest swap at the cut of `step`; 0 before the first swap."""
-        return self._books.cut(step) if self._books is not None else 0
+        return self._flight_recorder.cut(step) if self._flight_recorder is not None else 0
 
     # ---- operations
 
-    def issue(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HandleWork:
-        """Issue operation `name` on whatever is behind `handle` now; may be called again after a swap.
+    def issue(self, handle: Handle, operation: Operation) -> HandleWork:
+        """Issue `operation` on whatever is behind `handle` now; may be called again after a swap.
 
         Raises: GenerationChanged; in a rehearsal Divergence.
         """
         if self._replay is not None:
-            written = outputs(name, args, kwargs)
-            source = self._replay.answer(handle.index, handle.sequence, name, written)
-            handle.sequence += 1
-            return CompletedWork(written, source)
+            return self._replay.answer(handle, operation)
         self.generations.check()
         if handle.inner is None or self._network is None:
             raise InvariantViolated(f"{handle!r} is not connected")
         if handle.calls is not None and is_inline():
-            note(handle.calls, name, args, kwargs)
-        fabric = self._network.fabric(handle.only_backend or _backend_for(handle, name, args, kwargs))
+            note(handle.calls, operation)
+        fabric = self._network.fabrics[handle.only_backend or handle.backend_of(operation)]
         try:
-            work = fabric.begin(handle, (name, args, kwargs))
+            work = fabric.begin(handle, operation)
         except RuntimeError as error:
             self.generations.explain(error)
         if self._recorder is not None:
-            self._recorder.add(handle.index, handle.sequence, name, outputs(name, args, kwargs), work)
-            handle.sequence += 1
+            self._recorder.add(handle, operation, work)
         return work
+
+    collective = issue
 
     # ---- for patches
 
@@ -237,8 +221,7 @@ class Groups:
         Args: given: what torch tells the creator of a group; request: backends by device type, and options for them.
         Raises: Unsupported in training: whoever takes a rank over later has not made it.
         """
-        ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
-        backends, options = request
+        ranks = members(given)
         if self._training:
             raise Unsupported(
                 f"a process group of ranks {list(ranks)} was made after training had begun, at {user_frame()}",
@@ -247,10 +230,7 @@ class Groups:
             )
         occurrence = self._created.count(ranks)  # alike on all members, which an index over all groups is not
         key = f"{ranks[0]}+{len(ranks)}.{zlib.crc32(repr(ranks).encode()):08x}.{occurrence}"
-        handle = Handle(
-            self.runtime, index=len(self._created), key=key, rank=given.group_rank, ranks=ranks, backends=backends,
-            timeout=given.timeout, options=options, name=str(given.group_id),
-        )  # fmt: skip
+        handle = Handle(self.runtime, given, len(self._created), key, *request)
         if self._replay is not None:
             self._replay.group(handle.index, ranks)
         else:
@@ -265,39 +245,48 @@ class Groups:
         """Let go of groups that torch has destroyed."""
         gone = {id(handle) for handle in handles}
         self.handles = [handle for handle in self.handles if id(handle) not in gone]
-        retired = _retired(handles, aborted=False)
-        for handle in handles:
-            handle.inner = None
-        _retire(retired)
+        _replace(handles, [None] * len(handles), aborted=False)
 
 
-def _backend_for(handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The backend of an operation on a group that has several: that of the device of its tensors, or of its options."""
-    if name in BLOCKING:
-        return "gloo"
-    given = tensors((args, kwargs))
-    device = given[0].device if given else getattr(kwargs.get("opts", args[0] if args else None), "device", None)
-    return handle.default_backend if device is None else handle.backends[device.type]
+def _replace(handles: list[Handle], inners: list[dist.ProcessGroup | None], *, aborted: bool) -> None:
+    """Put `inners` behind `handles`, and let go of the groups there."""
+    replaced = [handle.inner for handle in handles if handle.inner is not None]
+    for handle, inner in zip(handles, inners, strict=True):
+        # Some are never destroyed, not even at exit. A destructor of gloo's would join a thread that is stuck in the
+        # group. One of NCCL's would abort it under members that still read from this one.
+        if handle.abandoned or (not aborted and "nccl" in handle.backends.values()):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle.inner))
+        handle.inner, handle.abandoned = inner, False
+        handle.drop_coalescing()
+    if replaced:  # a destructor that hangs must not hang anybody else
+        threading.Thread(target=replaced.clear, name="deadpool-retire", daemon=True).start()
 
 
-def _retired(handles: list[Handle], *, aborted: bool) -> list[tuple[Any, bool]]:
-    """The groups behind `handles`, and whether each has to be kept for ever.
+class Network:
+    """The store of one generation, and a fabric per backend. Blocks: until the store at `address` answers."""
 
-    A destructor of gloo's would join a thread that is stuck in the group. One of NCCL's would abort it under members
-    that still read from this one, unless it has been aborted.
-    """
-    return [
-        (handle.inner, handle.abandoned or (not aborted and "nccl" in handle.backends.values()))
-        for handle in handles
-        if handle.inner is not None
-    ]
+    def __init__(self, generation: int, address: str, generations: Generations) -> None:
+        self.store: Store = PrefixStore(str(generation), stores.connect(address))
+        self.fabrics: dict[str, Fabric] = {}
+        self._generations = generations
 
-
-def _retire(inners: list[tuple[Any, bool]]) -> None:
-    """Let go of replaced inner groups; those to be kept for ever are never destroyed, not even at exit."""
-    for inner in [inner for inner, keep in inners if keep]:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(inner))
-    droppable = [inner for inner, keep in inners if not keep]
-    inners.clear()
-    if droppable:
-        threading.Thread(target=droppable.clear, name="deadpool-retire", daemon=True).start()
+    def build(self, handle: Handle) -> dist.ProcessGroup:
+        """Build a fresh inner group for `handle`. Blocks: until all its members do."""
+        store = PrefixStore(handle.key, self.store)
+        group = dist.ProcessGroup(store, handle.rank(), handle.size())
+        types = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
+        group._set_default_backend(types[handle.default_backend])
+        for name in dict.fromkeys(handle.backends.values()):
+            if name not in self.fabrics:
+                rank, generations = int(os.environ["RANK"]), self._generations
+                self.fabrics[name] = (
+                    GlooFabric(self.store, rank, generations) if name == "gloo" else NcclFabric(generations)
+                )
+            backend = self.fabrics[name].build(handle, PrefixStore(name, store))
+            for device in (device for device, its in handle.backends.items() if its == name):
+                group._register_backend(torch.device(device), types[name], backend)
+        group._set_group_name(handle.group_name)
+        group._set_group_desc(handle.group_desc)
+        if os.environ.get("TORCH_DIST_NAN_CHECK") == "1" and hasattr(c10d, "NanCheckHook"):  # from torch 2.15 on
+            c10d.NanCheckHook.attach(group)  # torch has attached it to the handle, whose C++ side moves no data
+        return group

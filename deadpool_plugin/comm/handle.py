@@ -1,12 +1,13 @@
 """The process group a framework holds for ever; the communicators behind it are replaced in a swap.
 
 Rules of this file: a Handle never changes its identity, rank, size, ranks or name. Every operation of this torch's
-ProcessGroup is forwarded (an override that is missing would fall through to C++ and fail there); tests compare the
-surface. No thread is started and nothing is decided here: `Groups` does both.
+ProcessGroup is forwarded (a missing override would fall through to C++ and fail there); tests compare the surface. No
+thread is started and nothing is decided here: `Groups` does both.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,52 +18,47 @@ import torch.distributed as dist
 
 from ..errors import Unsupported
 from ..transport.flight_recorder import GroupRecord
-from .collective import BATCH, OPERATIONS, Operation
+from .collective import BATCH, BLOCKING, OPERATIONS, Operation
 
 
 class Runtime(Protocol):
-    """The process around the handles, whose worker decides what becomes of an operation."""
+    """The process around the handles, whose worker decides what becomes of an operation; by default one without."""
 
-    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def collective(self, handle: Handle, operation: Operation) -> Any:
         """Serve one operation: issue it, log it or answer it from a record. Returns: its Work."""
 
     def before_destroy(self) -> None:
         """The script is about to destroy torch's groups, which still work."""
+        return
 
     def connection_broke(self, generation: int, peers: tuple[int, ...], reason: str) -> bool:
         """A connection of `generation` broke, to one of the ranks `peers`. Returns: whether a new generation follows.
 
         Args: reason: what torch said.
         """
+        return False
 
     def give_up(self, reason: str) -> NoReturn:
         """End this process, which is then replaced."""
+        sys.exit(reason)
 
 
 class Handle(dist.ProcessGroup):
     """A process group whose inner group can be replaced.
 
-    `index` counts this rank's groups in creation order; `key` names the group alike on all its members; `backends`
-    maps device types to backend names; `sequence` counts operations while start-up is recorded or replayed.
+    Args: given: what torch tells the creator of a group; index: counts this rank's groups in creation order; key: names
+        the group alike on all its members; backends: by device type, with options for them.
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        *,
-        index: int,
-        key: str,
-        rank: int,
-        ranks: tuple[int, ...],
-        backends: dict[str, str],
-        timeout: timedelta,
-        options: Any = None,
-        name: str = "",
+        self, runtime: Runtime, given: Any, index: int, key: str, backends: dict[str, str], options: Any = None
     ) -> None:
-        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # what torch's own Python groups call
-        self._runtime, self._rank = runtime, rank
-        self.index, self.key, self.ranks = index, key, ranks
-        self.backends, self.timeout, self.options = backends, timeout, options
+        self.ranks = members(given)
+        super().__init__(given.group_rank, len(self.ranks))  # type: ignore[call-arg]  # what torch's own groups call
+        self._runtime, self._name, self._desc = runtime, str(given.group_id), "undefined"
+        self._rank: int = given.group_rank
+        self.index, self.key, self.backends, self.options = index, key, backends, options
+        self.timeout: timedelta = given.timeout
         names = set(backends.values())
         self.only_backend = next(iter(names)) if len(names) == 1 else None
         self.default_backend = "nccl" if "nccl" in names else next(iter(backends.values()))
@@ -70,9 +66,9 @@ class Handle(dist.ProcessGroup):
         self.inner: dist.ProcessGroup | None = None
         self.abandoned = False
         self.sequence = 0
+        """Counts operations while start-up is recorded or replayed."""
         self.calls: GroupRecord | None = None
         """The collectives that this rank has issued here since the newest swap."""
-        self._name, self._desc = name, "undefined"
         self._parts: dict[int, list[Operation]] = {}
         """The state of each thread that coalesces: a save's may use the same group meanwhile."""
 
@@ -83,11 +79,19 @@ class Handle(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> Any:
         parts = self._parts.pop(threading.get_ident(), None)
-        return self._runtime.collective(self, BATCH, (parts,), {}) if parts else None
+        return self._runtime.collective(self, Operation(BATCH, (parts,), {})) if parts else None
 
     def drop_coalescing(self) -> None:
         """Forget what a batch of the caller's thread that was interrupted has collected."""
         self._parts.pop(threading.get_ident(), None)
+
+    def backend_of(self, operation: Operation) -> str:
+        """The backend that serves `operation`: that of the device of its tensors, or of its options."""
+        if operation.name == BLOCKING:
+            return "gloo"
+        tensors = operation.tensors()
+        device = tensors[0].device if tensors else getattr(operation.argument(0, "opts"), "device", None)
+        return self.default_backend if device is None else self.backends[device.type]
 
     # ---- what torch and the frameworks ask a group
 
@@ -151,26 +155,17 @@ class Handle(dist.ProcessGroup):
         return f"<Handle {self.index} {self.name()} ranks {list(self.ranks)}>"
 
 
-LACKING = (
-    "supports_splitting",
-    "supports_coalescing",
-    "supports_time_estimate",
-    "supports_abort_hooks",
-    "supports_completion_hooks",
-    "supports_reconfigure",
-    "supports_window",
-)
-"""Properties by which torch asks what else a group can do; a handle can do none of it."""
+def members(given: Any) -> tuple[int, ...]:
+    return tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
+
+
+LACKING = ("splitting", "coalescing", "time_estimate", "abort_hooks", "completion_hooks", "reconfigure", "window")
+"""What else torch asks whether a group supports it; a handle can do none of it."""
 REFUSED = (
     "get_reconfigure_handle",
     "new_window",
     "reconfigure",
-    "register_abort_hook",
-    "register_post_hook",
-    "register_pre_hook",
-    "unregister_abort_hook",
-    "unregister_post_hook",
-    "unregister_pre_hook",
+    *(f"{verb}_{when}_hook" for verb in ("register", "unregister") for when in ("abort", "post", "pre")),
 )
 """Methods of torch 2.15 and later that would act on the handle's C++ side, where no communicator is."""
 
@@ -190,9 +185,9 @@ def _refuse(name: str) -> Callable[..., Any]:
 def _forward(name: str) -> Callable[..., Any]:
     def operation(self: Handle, *args: Any, **kwargs: Any) -> Any:
         if self._parts and (parts := self._parts.get(threading.get_ident())) is not None:
-            parts.append((name, args, kwargs))
+            parts.append(Operation(name, args, kwargs))
             return None
-        return self._runtime.collective(self, name, args, kwargs)
+        return self._runtime.collective(self, Operation(name, args, kwargs))
 
     operation.__name__ = operation.__qualname__ = name
     return operation
@@ -206,6 +201,6 @@ def available() -> list[str]:
 for _name in available():
     setattr(Handle, _name, _forward(_name))
 for _name in LACKING:
-    setattr(Handle, _name, property(lambda self: False))
+    setattr(Handle, f"supports_{_name}", property(lambda self: False))
 for _name in REFUSED:
     setattr(Handle, _name, _refuse(_name))

@@ -1,16 +1,13 @@
 """NCCL: communicators of one generation, each aborted from a thread of its own with one deadline, and never destroyed.
 
 Rules of this file: nothing here ran on more than what tests/contract/test_comm_nccl.py covers.
-- The watchdog must neither kill the process (`stall_timeout_s` stands in for its time-out) nor hold an abort up. NVLS
-  is off, because it gets in the way of one.
+- The watchdog must neither kill the process (`stall_timeout_s` stands in for its time-out) nor hold an abort up.
 - An abort frees what a thread in the middle of issuing an operation still uses (NCCL's guide: "make sure no thread is
   calling any NCCL operations"): those threads leave first.
-- A process whose abort does not return by the deadline must be killed and replaced: `unblock` raises.
 - An aborted group may be dropped: torch's destructor joins its own threads, and tells NCCL nothing more.
-- Communicators connect at their first operation, in every generation as in the first: those that are used, and a
-  pair's own for its sends and receives. NCCL hands one out only when all its members have come, so no abort ends that:
-  it is done in a thread that can be left behind. Such a thread keeps its group, and may use up a core, until the
-  process ends, for NCCL accepts connections in a loop.
+- A communicator, of a group or of a pair, connects at its first operation. NCCL hands it out only when all members have
+  come, and no abort ends that: it is done in a thread that can be left behind. Such a thread keeps its group, and may
+  use up a core, until the process ends, for NCCL accepts connections in a loop.
 - A pair connects in its first operation itself. One that is left behind may still be carried out, into its own tensors,
   if the peer comes later. All other first operations are issued once there is a communicator, which an abort reaches.
 - An operation that fails leaves nothing open in its thread, neither NCCL's groups nor torch's count of them.
@@ -25,7 +22,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,10 +30,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, DebugLevel, Store, get_debug_level
 
 from ..errors import DeadpoolError, Unsupported
-from .collective import BATCH, COALESCED, POINT_TO_POINT, CompletedWork, HandleWork, Operation, outputs, tensors
+from .collective import BATCH, COALESCED, POINT_TO_POINT, Operation
+from .fabric import Fabric, HandleWork, SwapWork
 from .generations import Generations
 from .handle import Handle
-from .waits import StreamWork, in_helper
 
 ABORT_DEADLINE_S = 10.0
 LEAVE_S = 0.3
@@ -53,24 +50,21 @@ ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # else a wait ends at the group's time-out, as an error of the script's
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",  # else an abort waits for whoever waits for the communicator
     "TORCH_FR_BUFFER_SIZE": "0",  # else the watchdog looks up the source lines of whatever an error ends
-    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",  # else it gets in the way of an abort
 }
 """Variables that NCCL and its watchdog read when a communicator is made."""
-_RECORDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
-"""A former name of TORCH_FR_BUFFER_SIZE, which counts more than that."""
 
 
 def _prepare_environment() -> None:
     """Set `ENVIRONMENT`, and tell the user what it replaces. Raises: Unsupported at torch's debug level DETAIL."""
-    # which turns the watchdog's error handling on whatever is set
-    if get_debug_level() == DebugLevel.DETAIL:
+    if get_debug_level() == DebugLevel.DETAIL:  # which turns the watchdog's error handling on whatever is set
         raise Unsupported(
             "NCCL with TORCH_DISTRIBUTED_DEBUG=DETAIL, whose watchdog ends the process at the first error",
             "INFO or OFF",
             "unset TORCH_DISTRIBUTED_DEBUG, or run this job without deadpool_plugin",
         )
-    if _RECORDER in os.environ:
-        os.environ["TORCH_FR_BUFFER_SIZE"] = os.environ.pop(_RECORDER)
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:  # the former name of a variable counts more than the latter
+        os.environ["TORCH_FR_BUFFER_SIZE"] = os.environ.pop("TORCH_NCCL_TRACE_BUFFER_SIZE")
     for name, value in ENVIRONMENT.items():
         theirs = os.environ.get(name, value)
         if theirs != value:
@@ -78,12 +72,12 @@ def _prepare_environment() -> None:
         os.environ[name] = value
 
 
-class NcclFabric:
+class NcclFabric(Fabric):
     """All NCCL groups of one generation."""
 
     def __init__(self, generations: Generations) -> None:
         _prepare_environment()
-        self._nccl, self._generations = _library(), generations
+        self._nccl, self.generations = _library(), generations
         self._backends: list[Any] = []
         self._connected: set[tuple[Any, int | None]] = set()
         """Groups that have a communicator, and pairs in them that have one (the other member's rank)."""
@@ -102,11 +96,11 @@ class NcclFabric:
         thread = threading.get_ident()
         self._issuing.add(thread)
         try:
-            self._generations.check()  # after the line before: who passes here is waited for
-            generation = self._generations.current
-            peer = _peer(*operation)
-            if operation[0] == "barrier":
-                _name_device(*operation)
+            self.generations.check()  # after the line before: who passes here is waited for
+            generation = self.generations.current
+            peer = _peer(operation)
+            if operation.name == "barrier":
+                _name_device(operation)
             if (group, peer) in self._connected:
                 work = self._issue(group, operation)
             else:
@@ -115,18 +109,15 @@ class NcclFabric:
         finally:
             self._issuing.discard(thread)
         if work is not None:
-            return StreamWork(work, handle, self._generations, operation)
+            return StreamWork(work, self, handle, operation)
         # A synchronous operation: whatever comes on the stream comes after it. An abort ends it without an error, a
         # barrier although nobody came.
-        self._generations.check(generation)
-        return CompletedWork(outputs(*operation))
+        self.generations.check(generation)
+        return HandleWork(operation)
 
     def _connect(self, group: Any, peer: int | None, operation: Operation) -> Any:
-        """Issue the first `operation` of a communicator. Blocks: until the other members do; an announcement ends it.
-
-        Raises: GenerationChanged.
-        """
-        device = _device(*operation)
+        """Issue the first `operation` of a communicator. Blocks: until the other members do, or an announcement."""
+        device = _device(operation)
         backend, stream = group._get_backend(device), torch.cuda.current_stream(device)
 
         def connect() -> Any:
@@ -142,28 +133,28 @@ class NcclFabric:
             finally:
                 torch.cuda.set_stream(own)
                 if self._over:  # too late for `unblock`
-                    _abort(backend, [])
+                    with contextlib.suppress(BaseException):
+                        backend.abort()
                 self._issuing.discard(thread)
 
-        work = in_helper(connect, self._generations, self._generations.current)
+        work = self.generations.run(connect, self.generations.current)
         return work if peer is not None else self._issue(group, operation)
 
     def _issue(self, group: Any, operation: Operation) -> Any:
-        name, args, kwargs = operation
-        parts = _parts(name, args, kwargs)
+        parts = _parts(operation)
         if parts is None:
             try:
-                return getattr(group, name)(*args, **kwargs)
+                return getattr(group, operation.name)(*operation.args, **operation.kwargs)
             except RuntimeError:
                 self._close_groups()
                 raise
         # Several parts as one. torch's own coalesced collectives end the process when one part fails: their guard
         # throws while it unwinds (AutoNcclGroup).
-        device = _device(*operation)
+        device = _device(operation)
         group._start_coalescing(device)
         try:
-            for part, its_args, its_kwargs in parts:
-                getattr(group, part)(*its_args, **its_kwargs)
+            for part, args, kwargs in parts:
+                getattr(group, part)(*args, **kwargs)
             return group._end_coalescing(device)
         except Exception:
             self._close_groups()
@@ -174,10 +165,13 @@ class NcclFabric:
             raise
 
     def _close_groups(self) -> None:
-        # A failure leaves groups of NCCL's open in the thread, in which communicators made from then on are never
-        # connected. NCCL says when there is none.
+        # A failure leaves NCCL's groups open in the thread: communicators made in one are never connected.
         while self._nccl.ncclGroupEnd() != _INVALID_USAGE:
             pass
+
+    def wait_for(self, work: SwapWork, timeout: timedelta | None) -> None:
+        work.inner.wait() if timeout is None else work.inner.wait(timeout)
+        self.generations.check(work.generation)  # an abort ends a wait for a barrier without an error
 
     def unblock(self) -> None:
         """Abort all at once: one may not end before another has (torch issue 119797)."""
@@ -188,8 +182,15 @@ class NcclFabric:
         backends, self._backends = self._backends, []
         self._connected.clear()  # a thread that is left behind holds this object, and must not hold the groups
         failed: list[BaseException] = []
+
+        def abort(backend: Any) -> None:
+            try:
+                backend.abort()
+            except BaseException as error:  # reported below
+                failed.append(error)
+
         threads = [
-            threading.Thread(target=_abort, args=(backend, failed), name="deadpool-nccl-abort", daemon=True)
+            threading.Thread(target=abort, args=(backend,), name="deadpool-nccl-abort", daemon=True)
             for backend in backends
         ]
         for thread in threads:
@@ -205,58 +206,64 @@ class NcclFabric:
                 "this process must be killed and its rank replaced",
             ) from (failed[0] if failed else None)
 
-    def ranks_named(self, text: str) -> tuple[int, ...]:
-        return ()  # NCCL says in its log only which peer it was
 
-    def quiesce(self, stop: Callable[[], bool]) -> bool:
-        return True  # an abort returns once its kernels have ended
+class StreamWork(SwapWork):
+    """A Work whose wait only orders streams."""
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """torch's own, which streams wait for; a completed one after the wait."""
+        if self.inner is None:
+            return super().get_future()
+        self._check()
+        future: torch.futures.Future[Any] = self.inner.get_future()
+        if self.operation.name in COALESCED:  # issued as a batch, whose future has no value
+            return future.then(lambda _: self.operation.outputs())
+        return future
 
 
-def _name_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Name the device of a barrier that names none: torch would guess it from the global rank, which on a host with
-    other devices than the lost one's may be another process's. Before CUDA is in use it is guessed from LOCAL_RANK."""
-    options = kwargs.get("opts", args[0] if args else None)
+def _name_device(barrier: Operation) -> None:
+    """Name the device of a barrier that names none."""
+    # torch would guess it from the global rank: on a host with other devices than the lost one's, another process's
+    options = barrier.argument(0, "opts")
     if options is not None and not options.device_ids:
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         options.device_ids = [torch.cuda.current_device()]
 
 
-def _device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    if name == "barrier":
-        options = kwargs.get("opts", args[0] if args else None)
-        named = options.device_ids if options is not None else []
+def _device(operation: Operation) -> torch.device:
+    if operation.name == "barrier":
+        named = getattr(operation.argument(0, "opts"), "device_ids", None)
         return torch.device("cuda", named[0] if named else torch.cuda.current_device())
-    return tensors((args, kwargs))[0].device
+    return operation.tensors()[0].device
 
 
-def _peer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The other member of the pair whose communicator `name` uses; None if it uses the group's."""
-    if name not in POINT_TO_POINT:
-        return None
-    return int(args[1] if len(args) > 1 else kwargs["dstRank" if name == "send" else "srcRank"])
+def _peer(operation: Operation) -> int | None:
+    """The other member of the pair whose communicator it uses; None if it uses the group's."""
+    return int(operation.argument(1, "dstRank", "srcRank")) if operation.name in POINT_TO_POINT else None
 
 
-def _parts(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Operation] | None:
+def _parts(operation: Operation) -> list[Operation] | None:
     """The operations that a coalesced one is made of; None for any other."""
+    name, args, kwargs = operation
     if name == BATCH:
-        return [piece for part in args[0] for piece in _parts(*part) or [part]]
+        return [piece for part in args[0] for piece in _parts(part) or [part]]
     if name not in COALESCED:
         return None
     if name == "allreduce_coalesced":
-        given, options = args[1] if len(args) > 1 else kwargs["opts"], dist.AllreduceOptions()
+        given, options = operation.argument(1, "opts"), dist.AllreduceOptions()
         options.reduceOp, options.timeout, options.asyncOp = given.reduceOp, given.timeout, given.asyncOp
-        return [("allreduce", ([_flat(tensor)], options), {}) for tensor in args[0]]
+        return [Operation("allreduce", ([_flat(tensor)], options)) for tensor in args[0]]
     written, inputs, *rest = args
     return [
-        (COALESCED[name], (_flat(output), _flat(given), *rest), kwargs)
+        Operation(COALESCED[name], (_flat(output), _flat(given), *rest), kwargs)
         for output, given in zip(written, inputs, strict=True)
     ]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """View a dense tensor as a contiguous one, which is all that operations take that are not coalesced. One with gaps
-    stays as it is: torch refuses it."""
+    """View a dense tensor as a contiguous one, as operations ask that are not coalesced. One with gaps stays: torch
+    refuses it."""
     if tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -264,10 +271,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _library() -> Any:
-    """Load the C functions of the NCCL that torch uses: what torch was linked with is searched, too.
-
-    Raises: Unsupported if torch hides them.
-    """
+    """Load the C functions of the NCCL that torch was linked with. Raises: Unsupported if torch hides them."""
     library = ctypes.CDLL(torch._C.__file__)
     if dist.is_nccl_available() and not (hasattr(library, "ncclGroupStart") and hasattr(library, "ncclGroupEnd")):
         raise Unsupported(
@@ -276,13 +280,6 @@ def _library() -> Any:
             "install that on every host",
         )
     return library
-
-
-def _abort(backend: Any, failed: list[BaseException]) -> None:
-    try:
-        backend.abort()
-    except BaseException as error:  # reported by the waiting thread
-        failed.append(error)
 
 
 def _options(handle: Handle) -> Any:

@@ -4,30 +4,29 @@ Beside them facts: what the script found out and a rehearsal would not (the worl
 
 Rules of this file: no pickle; a recording is msgpack with raw tensor bytes. An operation is known by its group's
 index and its number in that group, a fact by its question. Tensors above the limit are recorded without their values:
-parameters, which the restore overwrites anyway. Indices and pickled objects are not parameters: they are recorded all
-the same, up to INDICES_BYTES_MAX in all; a rank that has more cannot be rehearsed. What differs from the recording
-raises Divergence and names the call.
+parameters, which the restore overwrites anyway. Indices and pickled objects are recorded all the same, up to
+INDICES_BYTES_MAX in all; a rank that has more cannot be rehearsed.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import sys
-from collections import deque
-from collections.abc import Iterator
-from types import FrameType
+import traceback
+from collections import defaultdict, deque
 from typing import Any
 
 import msgspec
 import torch
 
 from ..errors import Divergence
-from .collective import HandleWork
+from .collective import Operation
+from .fabric import HandleWork
+from .handle import Handle
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LIBRARIES = _OWN, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 INDICES = frozenset({torch.int64, torch.bool})
 """Values that a rehearsal needs as it needs pickled objects: recorded beyond the limit, up to INDICES_BYTES_MAX."""
 INDICES_BYTES_MAX = 64 << 20
@@ -41,12 +40,28 @@ OBJECTS = frozenset(
 """torch's functions that send pickled objects, as bytes. Other bytes may be parameters: DeepSpeed broadcasts views."""
 
 
-class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One output. `data` is None if it was above the limit."""
+class TensorRecord(msgspec.Struct, array_like=True):
+    """One output. `data` is None if it was above the limit, or is not there yet."""
 
     dtype: str
     shape: tuple[int, ...]
-    data: bytes | None
+    data: bytes | None = None
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorRecord:
+        return TensorRecord(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        self.data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+
+    def write(self, target: torch.Tensor) -> None:
+        """Copy the recorded value into `target`; nothing if the value was not recorded."""
+        if self.data:
+            source = torch.frombuffer(bytearray(self.data), dtype=getattr(torch, self.dtype))
+            target.detach().copy_(source.view(self.shape))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
 
 
 class OperationRecord(msgspec.Struct, array_like=True):
@@ -56,62 +71,42 @@ class OperationRecord(msgspec.Struct, array_like=True):
     sequence: int
     name: str
     where: str
-    shapes: list[tuple[str, tuple[int, ...]]]
-    outputs: list[TensorRecord] = []
+    outputs: list[TensorRecord]
     source: int = -1
 
     def __str__(self) -> str:
-        what = f"{self.name} {_readable(self.shapes)}"
+        what = f"{self.name} {_listed(self.outputs)}"
         return f"{what}, recorded as operation {self.sequence} of group {self.group} at {self.where}"
 
 
 class Recording(msgspec.Struct, array_like=True):
-    """`groups` are the member ranks of every group this rank belongs to, in creation order; `facts` are questions and
-    answers (plain data), in the order of asking."""
+    """`groups`: the member ranks of each group, in creation order; `facts`: questions and answers, as asked."""
 
     groups: list[tuple[int, ...]] = []
     operations: list[OperationRecord] = []
     facts: list[tuple[str, Any]] = []
 
 
-def encode_tensor(tensor: torch.Tensor, limit_bytes: int) -> TensorRecord:
-    if tensor.numel() * tensor.element_size() > limit_bytes:
-        return TensorRecord(*_signature(tensor), None)
-    flat = tensor.detach().contiguous().reshape(-1)
-    return TensorRecord(*_signature(tensor), flat.view(torch.uint8).cpu().numpy().tobytes())
-
-
-def write_tensor(record: TensorRecord, target: torch.Tensor) -> None:
-    """Copy the recorded value into `target`; nothing if the value was not recorded."""
-    if record.data is None or math.prod(record.shape) == 0:
-        return
-    source = torch.frombuffer(bytearray(record.data), dtype=torch.uint8).view(getattr(torch, record.dtype))
-    target.detach().copy_(source.view(record.shape))
+def _listed(outputs: list[TensorRecord]) -> str:
+    return "[" + ", ".join(map(str, outputs)) + "]"
 
 
 def user_frame() -> str:
     """ "file:line in function" of the innermost frame that is neither torch's nor ours."""
-    for frame in _frames():
+    for frame, line in traceback.walk_stack(sys._getframe()):
         path = frame.f_code.co_filename
-        if not path.startswith((_OWN, _TORCH)) and not path.endswith(os.sep + "contextlib.py"):
-            return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if not path.startswith(_LIBRARIES) and not path.endswith(os.sep + "contextlib.py"):
+            return f"{path}:{line} in {frame.f_code.co_name}"
     return "an unknown place"
-
-
-def _frames() -> Iterator[FrameType]:
-    """The frames of this thread, from the innermost one outwards."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _is_needed(tensor: torch.Tensor) -> bool:
     """Return whether a process that rehearses needs what an operation, which is issued right now, gives here."""
     if tensor.dtype != torch.uint8:
         return tensor.dtype in INDICES
-    inner = itertools.takewhile(lambda frame: frame.f_code.co_filename.startswith((_OWN, _TORCH)), _frames())
-    return any(frame.f_code.co_name in OBJECTS for frame in inner)
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
+    inner = itertools.takewhile(lambda code: code.co_filename.startswith(_LIBRARIES), codes)
+    return any(code.co_name in OBJECTS for code in inner)
 
 
 class Recorder:
@@ -123,20 +118,23 @@ class Recorder:
         self._pending: dict[int, HandleWork] = {}
         self.facts: list[tuple[str, Any]] = []
 
-    def add(self, group: int, sequence: int, name: str, outputs: list[torch.Tensor], work: HandleWork) -> None:
+    def add(self, handle: Handle, operation: Operation, work: HandleWork) -> None:
         """Record an operation; its values are taken when its wait succeeds."""
-        record = OperationRecord(group, sequence, name, user_frame(), [_signature(tensor) for tensor in outputs])
+        outputs = operation.outputs()
+        forms = [TensorRecord.of(tensor) for tensor in outputs]
+        record = OperationRecord(handle.index, handle.sequence, operation.name, user_frame(), forms)
+        handle.sequence += 1
         self._operations.append(record)
         needed = [_is_needed(tensor) for tensor in outputs]
         self._pending[id(record)] = work
 
         def done() -> None:
-            for tensor, is_needed in zip(outputs, needed, strict=True):
-                size, limit = tensor.numel() * tensor.element_size(), self._limit_bytes
-                if is_needed and limit < size <= self._indices_bytes:
-                    self._indices_bytes -= size
-                    limit = size
-                record.outputs.append(encode_tensor(tensor, limit))
+            for tensor, form, is_needed in zip(outputs, forms, needed, strict=True):
+                if tensor.nbytes <= self._limit_bytes:
+                    form.keep(tensor)
+                elif is_needed and tensor.nbytes <= self._indices_bytes:
+                    self._indices_bytes -= tensor.nbytes
+                    form.keep(tensor)
             record.source = work.source_rank()
             del self._pending[id(record)]
 
@@ -150,18 +148,19 @@ class Recorder:
 
 
 class Replay:
-    """Answers every operation from a recording."""
+    """Answers every operation from a recording. Its methods raise Divergence, which names the call, where it was made
+    and what is recorded instead."""
 
     def __init__(self, recording: bytes) -> None:
         decoded = msgspec.msgpack.decode(recording, type=Recording)
         self._groups = decoded.groups
         self._operations = {(record.group, record.sequence): record for record in decoded.operations}
-        self._facts: dict[str, deque[Any]] = {}
+        self._facts: defaultdict[str, deque[Any]] = defaultdict(deque)
         for question, answer in decoded.facts:
-            self._facts.setdefault(question, deque()).append(answer)
+            self._facts[question].append(answer)
 
     def group(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Raises: Divergence unless group `index` was recorded with these members."""
+        """Check that group `index` was recorded with these members."""
         recorded = self._groups[index] if index < len(self._groups) else None
         if recorded != ranks:
             raise Divergence(
@@ -170,56 +169,44 @@ class Replay:
                 ALIKE,
             )
 
-    def answer(self, group: int, sequence: int, name: str, outputs: list[torch.Tensor]) -> int:
-        """Write the recorded results into `outputs`; returns the recorded sender (-1 if none).
-
-        Raises:
-            Divergence: names the call, where it was made and what is recorded instead.
-        """
-        record = self._operations.get((group, sequence))
-        shapes = [_signature(tensor) for tensor in outputs]
-        if record is None or record.name != name or record.shapes != shapes:
+    def answer(self, handle: Handle, operation: Operation) -> HandleWork:
+        """Write the recorded results into the outputs."""
+        name, at, outputs = operation.name, (handle.index, handle.sequence), operation.outputs()
+        record = self._operations.get(at)
+        shapes = _listed([TensorRecord.of(tensor) for tensor in outputs])
+        if record is None or record.name != name or _listed(record.outputs) != shapes:
             raise Divergence(
-                f"the rehearsal issued {name} {_readable(shapes)} as operation {sequence} of group {group} "
-                f"at {user_frame()}",
+                f"the rehearsal issued {name} {shapes} as operation {at[1]} of group {at[0]} at {user_frame()}",
                 "none there, by the recording" if record is None else str(record),
                 ALIKE,
             )
-        del self._operations[(group, sequence)]
+        del self._operations[at]
         for tensor, recorded in zip(outputs, record.outputs, strict=True):
             if recorded.data is None and _is_needed(tensor):
                 raise Divergence(
-                    f"{name} at {user_frame()} gave {_readable([_signature(tensor)])}, too large to be recorded",
+                    f"{name} at {user_frame()} gave [{recorded}], too large to be recorded",
                     f"indices and objects of {INDICES_BYTES_MAX >> 20} MiB in all at most, or recording_limit_mib each",
                     "raise recording_limit_mib, or let each rank make them from one seed",
                 )
-            write_tensor(recorded, tensor)
-        return record.source
+            recorded.write(tensor)
+        handle.sequence += 1
+        return HandleWork(operation, record.source)
 
     def fact(self, question: str) -> Any:
-        """Raises: Divergence if the rank has not asked it as often."""
-        answers = self._facts.get(question)
-        if not answers:
+        """The answer, which the rank itself has found as often."""
+        if not self._facts[question]:
             raise Divergence(
                 f"the rehearsal asked {question} at {user_frame()}",
                 "what the rank itself asked when it started",
                 ALIKE,
             )
-        return answers.popleft()
+        return self._facts[question].popleft()
 
     def finish(self) -> None:
-        """Raises: Divergence if recorded operations were never issued."""
+        """Check that every recorded operation was issued."""
         for record in self._operations.values():
             raise Divergence(
                 f"the rehearsal reached its first training call without {len(self._operations)} recorded operations",
                 f"first {record}",
                 ALIKE,
             )
-
-
-def _signature(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-
-
-def _readable(shapes: list[tuple[str, tuple[int, ...]]]) -> str:
-    return "[" + ", ".join(f"{dtype}{list(shape)}" for dtype, shape in shapes) + "]"

@@ -5,19 +5,17 @@ Rules of this file: whoever hosts a store keeps it while groups of its generatio
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 import threading
 from datetime import timedelta
 
+import psutil
 from torch._C._distributed_c10d import TCPStore
 
 from ..transport import sockets
 
-_SIOCGIFADDR = 0x8915
 _ANSWER_LIMIT = timedelta(seconds=300)
 _WAIT_LIMIT = timedelta(days=30)
 
@@ -26,17 +24,15 @@ listening = threading.Lock()
 
 
 def host_store(host: str | None = None) -> tuple[TCPStore, str]:
-    """Start a store in this process; returns it and its "host:port". It listens on that address only, unless that is a
-    name which means something else to others.
+    """Start a store in this process, and return it and its "host:port".
 
     Args:
         host: the address others reach this process at; by default that of gloo's interface (GLOO_SOCKET_IFNAME), else
             its agent's (DEADPOOL_ADDRESS), else what its name resolves to.
     """
     address = host or _own_address()
-    bound = _bound(address)
     with listening:
-        listener = sockets.listening(bound, 0)
+        listener = sockets.listening(_bound(address), 0)
     port = listener.getsockname()[1]
     server = TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=_ANSWER_LIMIT,
@@ -46,20 +42,18 @@ def host_store(host: str | None = None) -> tuple[TCPStore, str]:
 
 
 def connect(address: str) -> TCPStore:
-    """A client of the store at "host:port", which waits for a key as long as it takes: who was to set it and is lost,
-    or gets no further, is missed by the protocol. Blocks: up to _ANSWER_LIMIT until the store answers."""
+    """Connect to the store at "host:port". Blocks: up to _ANSWER_LIMIT until it answers."""
     host, port = address.rsplit(":", 1)
     client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_ANSWER_LIMIT)
-    client.set_timeout(_WAIT_LIMIT)
+    client.set_timeout(_WAIT_LIMIT)  # who was to set a key, and is lost or gets no further, is missed by the protocol
     return client
 
 
 def _own_address() -> str:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
-    if interface:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            packed = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed)[20:24])
+    for found in psutil.net_if_addrs().get(interface, ()):
+        if found.family == socket.AF_INET:
+            return str(found.address)
     return os.environ.get("DEADPOOL_ADDRESS") or socket.gethostbyname(socket.gethostname())
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch.distributed as dist
 
 from ..comm import patches
+from ..comm.collective import Operation
 from ..comm.groups import Groups
 from ..comm.handle import Handle
 from ..comm.store import host_store
@@ -37,7 +38,7 @@ class Mode(Protocol):
 
     def call(self, call: Call) -> Any: ...
 
-    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def collective(self, handle: Handle, operation: Operation) -> Any: ...
 
     def finish(self) -> int: ...
 
@@ -107,12 +108,12 @@ class Context:
 
     # ---- the runtime of the groups
 
-    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def collective(self, handle: Handle, operation: Operation) -> Any:
         flight = saving.own_flight.get()
         if flight is None:
-            return self.mode.collective(handle, name, args, kwargs)
+            return self.mode.collective(handle, operation)
         flight.check()
-        return self.groups.issue(handle, name, args, kwargs)
+        return self.groups.issue(handle, operation)
 
     def before_destroy(self) -> None:
         error = sys.exc_info()[1]

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..comm import collective
+from ..comm.collective import Operation
+from ..comm.fabric import HandleWork
 from ..comm.handle import Handle
 from ..comm.record import ALIKE
 from ..core import local
@@ -89,20 +90,20 @@ class Follow:
             self._draw_alike()
             return value
 
-    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def collective(self, handle: Handle, operation: Operation) -> Any:
         if self._layout is None:
             with self._explained():
-                return self._context.groups.issue(handle, name, args, kwargs)
-        record = self._next_record(name)
+                return self._context.groups.issue(handle, operation)
+        record = self._next_record(operation.name)
         if record is None:
-            return self._context.mode.collective(handle, name, args, kwargs)
+            return self._context.mode.collective(handle, operation)
         results, source = record[1]
-        written = collective.outputs(name, args, kwargs)
+        written = operation.outputs()
         with torch.no_grad():
             for mine, recorded in zip(written, results, strict=True):
                 mine.copy_(recorded)
         self._draw_alike()
-        return collective.CompletedWork(written, source)
+        return HandleWork(operation, source)
 
     def finish(self) -> int:
         self._next_record("the end of the script")

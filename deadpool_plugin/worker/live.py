@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ..comm import collective
+from ..comm.collective import Operation
+from ..comm.fabric import HandleWork
 from ..comm.handle import Handle
 from ..core import local
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
@@ -92,7 +93,7 @@ class Live:
         self._results = copies.HostCopies()  # the old ones keep the script's tensors, and their graph
         return value
 
-    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def collective(self, handle: Handle, operation: Operation) -> Any:
         """A collective the script issues outside any call: a call of its own, done to the end before it returns.
 
         Its tensors are kept as they were at entry, so that it can be issued again on them.
@@ -102,33 +103,35 @@ class Live:
             self._progress_at = now
             self._link.send(local.WorkerMoved(self._rank))
         if self.inside:
-            return self._groups.issue(handle, name, args, kwargs)
+            return self._groups.issue(handle, operation)
         self._begin()
-        given, written = collective.tensors((args, kwargs)), collective.outputs(name, args, kwargs)
-        kept = copies.replaced((args, kwargs), copies.copied)  # of a device in host memory once the call has ended
+        given, written = operation.tensors(), operation.outputs()
+        kept = Operation(*copies.replaced(operation, copies.copied))  # of a device in host memory after the call
         restore_entry = self._entry()
 
         def restore_tensors() -> None:
             restore_entry()
-            for mine, before in zip(given, collective.tensors(kept), strict=True):
+            for mine, before in zip(given, kept.tensors(), strict=True):
                 mine.detach().copy_(before)
 
         def first_time() -> list[Any]:
-            work = self._groups.issue(handle, name, args, kwargs)
+            work = self._groups.issue(handle, operation)
             work.wait()
             return [written, int(work.source_rank())]
 
         def again() -> None:
-            self._groups.issue(handle, name, *copies.replaced(kept, copies.copied_back)).wait()
+            self._groups.issue(handle, Operation(*copies.replaced(kept, copies.copied_back))).wait()
 
-        logged = LoggedCall(Call(name, CallKind.PLAIN, first_time), self._log.step, restore_tensors, self._places())
+        logged = LoggedCall(
+            Call(operation.name, CallKind.PLAIN, first_time), self._log.step, restore_tensors, self._places()
+        )
         outcome = self._run(logged)
         if not any(map(self._adapter.state.owns, written)):  # else the calls before it bring its entry back
             logged.call.function = again
         logged.restore_entry = restore_entry
         self._done(logged, outcome)
         self._results = copies.HostCopies()
-        return collective.CompletedWork(*outcome)
+        return HandleWork(operation, outcome[1])
 
     def finish(self) -> int:
         """Serve swaps until everyone's script has ended, as this one has. Returns the exit code."""

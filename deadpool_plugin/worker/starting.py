@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from .. import versions
+from ..comm.collective import Operation
 from ..comm.handle import Handle
 from ..core import local
 from ..errors import WHOLE_STEP, Unsupported
@@ -59,8 +60,8 @@ class Starting:
         self._become_live()
         return self._context.mode.call(call)
 
-    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._context.groups.issue(handle, name, args, kwargs)
+    def collective(self, handle: Handle, operation: Operation) -> Any:
+        return self._context.groups.issue(handle, operation)
 
     def finish(self) -> int:
         raise Unsupported(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 
 from deadpool_plugin.comm import gloo, nccl, patches, store as stores
-from deadpool_plugin.comm.collective import CompletedWork, outputs
+from deadpool_plugin.comm.fabric import HandleWork
 from deadpool_plugin.comm.groups import Groups
 
 from .rebuild_report import Group, Layout
@@ -135,7 +135,7 @@ def count(layout: Layout, make_groups: Callable[[Layout], None], rank: int) -> d
         mock.patch.object(dist, "new_group", noted),
     ):
         groups = Groups()
-        groups.collective = lambda handle, *operation: CompletedWork(outputs(*operation))  # type: ignore[method-assign]
+        groups.collective = lambda handle, operation: HandleWork(operation)  # type: ignore[method-assign]
         patches.install(groups)
         groups.start(0, "")
         make_groups(layout)

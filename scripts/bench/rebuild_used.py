@@ -20,6 +20,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 from torch._C._distributed_c10d import TCPStore
 
 from deadpool_plugin.comm import patches
+from deadpool_plugin.comm.collective import Operation
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.handle import Handle
 
@@ -31,9 +32,9 @@ def main() -> None:
     used = Counter[tuple[str, str]]()
     groups = Groups()
 
-    def counted(handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        used[handle.group_desc, name] += 1
-        return groups.issue(handle, name, args, kwargs)
+    def counted(handle: Handle, operation: Operation) -> Any:
+        used[handle.group_desc, operation.name] += 1
+        return groups.issue(handle, operation)
 
     groups.collective = counted  # type: ignore[method-assign]
     patches.install(groups)

@@ -16,8 +16,7 @@ from support.comm import battery, live
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
-from deadpool_plugin.comm.collective import OPERATIONS, POINT_TO_POINT
-from deadpool_plugin.comm.pairing import _ALIKE, code_of
+from deadpool_plugin.comm.collective import Operation, code_of
 from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.core.messages import RankCalls
 from deadpool_plugin.core.pairing import differences
@@ -94,10 +93,6 @@ def test_what_is_legal_pairs_and_what_is_not_is_named(odd: str) -> None:
     assert {one.what for one in found} == ({NAMED[odd]} if odd else set())
 
 
-def test_every_operation_of_any_torch_is_known() -> None:
-    assert {kind for name, kind in OPERATIONS.items() if name not in POINT_TO_POINT} == _ALIKE.keys()
-
-
 @pytest.mark.parametrize(
     ("name", "one", "other", "pairs"),
     [
@@ -113,4 +108,4 @@ def test_every_operation_of_any_torch_is_known() -> None:
     ],
 )  # fmt: skip
 def test_what_may_differ_by_rank(name: str, one: list[Any], other: list[Any], pairs: bool) -> None:
-    assert (code_of(name, one, {}) == code_of(name, other, {})) is pairs
+    assert (code_of(Operation(name, tuple(one))) == code_of(Operation(name, tuple(other)))) is pairs

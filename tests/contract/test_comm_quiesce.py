@@ -79,9 +79,9 @@ def _threads_of_gloo() -> Any:
     groups = live(0, 1, address)
     dist.barrier()
     assert groups._network is not None
-    loops = groups._network.fabric("gloo")._loops  # type: ignore[attr-defined]
+    fabric: Any = groups._network.fabrics["gloo"]
     names = {linux.of_thread(thread, "comm").strip() for thread in linux.threads()}
-    return bool(kept) and bool(loops) and gloo._RUN_LOOP in names and groups._network.quiesce(lambda: False)
+    return bool(kept) and bool(fabric._loops) and gloo._RUN_LOOP in names and fabric.quiesce(lambda: False)
 
 
 @in_zygote

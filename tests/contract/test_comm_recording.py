@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from support.comm import battery, become, live
 from support.forked import Cell, Fleet
+from support.stand_in import fake
 from support.zygote import in_zygote
 
 from deadpool_plugin.comm import patches, record
-from deadpool_plugin.comm.collective import CompletedWork
+from deadpool_plugin.comm.collective import Operation
+from deadpool_plugin.comm.fabric import HandleWork
 from deadpool_plugin.comm.groups import Groups
-from deadpool_plugin.comm.record import Recorder, Replay, encode_tensor, write_tensor
+from deadpool_plugin.comm.record import Recorder, Replay
 from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.errors import Divergence, Unsupported
 
@@ -31,28 +33,28 @@ LIMIT = 1 << 20
 def test_a_tensor_survives_encoding(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.rand(shape) * 9).to(dtype)
     target = torch.zeros(shape).to(dtype)
-    write_tensor(encode_tensor(tensor, LIMIT), target)
+    replayed(tensor, target, LIMIT)
     assert torch.equal(target.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
 
 
 def test_a_tensor_that_is_not_contiguous_survives() -> None:
     tensor, target = torch.arange(12.0).view(3, 4).t(), torch.zeros(3, 4).t()
-    write_tensor(encode_tensor(tensor, LIMIT), target)
+    replayed(tensor, target, LIMIT)
     assert torch.equal(target, tensor)
 
 
 def test_a_tensor_above_the_limit_is_recorded_without_values() -> None:
-    record = encode_tensor(torch.ones(5), 19)
-    target = torch.full((5,), 7.0)
-    write_tensor(record, target)
-    assert record.data is None and record.shape == (5,) and target.tolist() == [7.0] * 5
+    assert replayed(torch.ones(5), torch.full((5,), 7.0), limit_bytes=19).tolist() == [7.0] * 5
+    assert replayed(torch.ones(5), torch.full((5,), 7.0), limit_bytes=20).tolist() == [1.0] * 5
 
 
-def replayed(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def replayed(tensor: torch.Tensor, target: torch.Tensor, limit_bytes: int = 0) -> torch.Tensor:
     """Return what a rehearsal has in `target` after an operation that gave `tensor`."""
-    recorder = Recorder(0)
-    recorder.add(0, 0, "broadcast", [tensor], CompletedWork())
-    Replay(recorder.finish([(0, 1)])).answer(0, 0, "broadcast", [target])
+    recorder = Recorder(limit_bytes)
+    operation = Operation("broadcast", ([tensor],))
+    recorder.add(fake(index=0, sequence=0), operation, HandleWork(operation))
+    replay = Replay(recorder.finish([(0, 1)]))
+    replay.answer(fake(index=0, sequence=0), Operation("broadcast", ([target],)))
     return target
 
 

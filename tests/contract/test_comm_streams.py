@@ -13,15 +13,19 @@ import torch
 import torch.distributed as dist
 from support import present
 from support.comm import TIMEOUT
-from torch._C._distributed_c10d import FakeProcessGroup
+from support.stand_in import fake
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
 from deadpool_plugin.comm import groups as groups_module, nccl
-from deadpool_plugin.comm.collective import BATCH, CompletedWork
+from deadpool_plugin.comm.collective import BATCH, Operation
+from deadpool_plugin.comm.fabric import HandleWork
 from deadpool_plugin.comm.generations import Generations
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.handle import Handle
 from deadpool_plugin.comm.record import Recorder, Replay
 from deadpool_plugin.errors import DeadpoolError, GenerationChanged, Unsupported
+
+GIVEN = fake(group_rank=0, global_ranks_in_group=[0, 1], group_id="", timeout=TIMEOUT)
 
 
 class Streams:
@@ -87,11 +91,11 @@ class Everything:
 
 def over(inner: Any) -> tuple[Groups, Handle]:
     groups = Groups(explain_timeout_s=0.0)
-    handle = Handle(groups.runtime, index=0, key="", rank=0, ranks=(0, 1), backends={"cpu": "nccl"}, timeout=TIMEOUT)
+    handle = Handle(groups.runtime, GIVEN, 0, "", {"cpu": "nccl"})
     fabric: Any = nccl.NcclFabric.__new__(nccl.NcclFabric)
     fabric._nccl, fabric._backends, fabric._connected, fabric._over = inner, [inner], Everything(), False
-    fabric._generations, fabric._issuing = groups.generations, set()
-    network: Any = types.SimpleNamespace(fabric=lambda name: fabric, unblock=fabric.unblock)
+    fabric.generations, fabric._issuing = groups.generations, set()
+    network: Any = types.SimpleNamespace(fabrics={"nccl": fabric})
     handle.inner, groups._network = inner, network
     return groups, handle
 
@@ -114,7 +118,7 @@ def test_synchronous_operations_are_recorded_and_replayed() -> None:
     def script(groups: Groups, handle: Handle) -> list[list[float]]:
         alone, together = torch.zeros(2), [torch.zeros(3), torch.zeros(3)]
         handle.allreduce([alone]).wait()
-        groups.issue(handle, BATCH, ([("allreduce", ([tensor],), {}) for tensor in together],), {}).wait()
+        groups.issue(handle, Operation(BATCH, ([Operation("allreduce", ([tensor],)) for tensor in together],))).wait()
         handle.barrier().wait()
         return [tensor.tolist() for tensor in (alone, *together)]
 
@@ -146,8 +150,9 @@ def test_a_batch_that_fails_is_ended_once(fails: str, said: str) -> None:
     inner.refuses_to_end = fails == "end"
     groups, handle = over(inner)
     last = "allreduce" if fails == "end" else fails
+    parts = [Operation(name, ([torch.zeros(1)],)) for name in ("allreduce", last)]
     with pytest.raises(RuntimeError, match=said):
-        groups.issue(handle, BATCH, ([("allreduce", ([torch.zeros(1)],), {}), (last, ([torch.zeros(1)],), {})],), {})
+        groups.issue(handle, Operation(BATCH, (parts,)))
     assert (inner.open_groups, inner.counted) == (0, 0)
 
 
@@ -181,7 +186,7 @@ def test_an_operation_that_fails_leaves_no_group_open(name: str) -> None:
     inner = Streams()
     groups, handle = over(inner)
     with pytest.raises(dist.DistBackendError):
-        groups.issue(handle, name, ([torch.zeros(1)],), {})
+        groups.issue(handle, Operation(name, ([torch.zeros(1)],)))
     assert inner.open_groups == 0
 
 
@@ -196,18 +201,18 @@ def test_a_synchronous_operation_that_an_abort_has_ended_says_so() -> None:
 def test_so_does_a_wait_that_an_abort_has_ended() -> None:
     groups, handle = over(Streams())
     work: Any = handle.allreduce([torch.zeros(1)], asynchronous())
-    work._inner = types.SimpleNamespace(wait=lambda: groups.generations.announce(1))
+    work.inner = types.SimpleNamespace(wait=lambda: groups.generations.announce(1))
     with pytest.raises(GenerationChanged):
         work.wait()
 
 
 def test_an_operation_without_tensors_is_of_the_groups_default_backend() -> None:
     both = {"cpu": "gloo", "cuda": "nccl"}
-    handle = Handle(Groups().runtime, index=0, key="", rank=0, ranks=(0, 1), backends=both, timeout=TIMEOUT)
-    assert groups_module._backend_for(handle, "barrier", (), {}) == "nccl"
+    handle = Handle(Groups().runtime, GIVEN, 0, "", both)
+    assert handle.backend_of(Operation("barrier")) == "nccl"
     on_host = dist.BarrierOptions()
     on_host.device = torch.device("cpu")
-    assert groups_module._backend_for(handle, "barrier", (on_host,), {}) == "gloo"
+    assert handle.backend_of(Operation("barrier", (on_host,))) == "gloo"
 
 
 class OnDevice(torch.Tensor):
@@ -226,8 +231,8 @@ def test_a_future_knows_the_devices_of_its_tensors(monkeypatch: pytest.MonkeyPat
         def set_result(self, value: Any) -> None: ...
 
     monkeypatch.setattr(torch.futures, "Future", Future)
-    CompletedWork([torch.ones(1), torch.ones(1).as_subclass(OnDevice)]).get_future()
-    CompletedWork([torch.ones(1)]).get_future()
+    for outputs in ([torch.ones(1), torch.ones(1).as_subclass(OnDevice)], [torch.ones(1)]):
+        HandleWork(Operation("allreduce", (outputs,))).get_future()
     assert asked == [[OnDevice.device], []]
 
 
@@ -238,8 +243,7 @@ class Network:
 
     def __init__(self, groups: Groups) -> None:
         self._groups, self.built, self.left_behind = groups, [], threading.Event()
-
-    def gather(self, size: int) -> None: ...
+        self.store = HashStore()
 
     def build(self, handle: Handle) -> Any:
         self.built.append(threading.current_thread())
@@ -252,8 +256,8 @@ def test_a_network_whose_generation_is_over_is_built_no_further(monkeypatch: pyt
     groups._network, network = None, Network(groups)
     groups.handles += [handle, handle]
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(groups_module, "Network", lambda generation, store, rank, generations: network)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # nobody else is to come
+    monkeypatch.setattr(groups_module, "Network", lambda generation, store, generations: network)
     with pytest.raises(GenerationChanged):
         groups.rebuild(1, "")
     network.left_behind.set()
@@ -333,7 +337,7 @@ def test_who_waits_for_a_peer_to_connect_can_leave(monkeypatch: pytest.MonkeyPat
             aborted.set()
 
     groups, handle = over(Connecting())
-    fabric: Any = present(groups._network).fabric("nccl")
+    fabric: Any = present(groups._network).fabrics["nccl"]
     fabric._connected = set()
     with pytest.raises(GenerationChanged):
         handle.allreduce([torch.zeros(2)])
@@ -360,7 +364,7 @@ def test_nothing_is_aborted_under_a_thread_that_issues_unless_it_is_caught_there
             found.append(not fabric._issuing)
 
     groups, handle = over(Connecting())
-    fabric: Any = present(groups._network).fabric("nccl")
+    fabric: Any = present(groups._network).fabrics["nccl"]
 
     def issue() -> None:
         with pytest.raises(GenerationChanged):

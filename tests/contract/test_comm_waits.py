@@ -15,9 +15,11 @@ from support.comm import live
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
+from deadpool_plugin.comm.collective import Operation
+from deadpool_plugin.comm.fabric import SwapWork
 from deadpool_plugin.comm.generations import Generations
+from deadpool_plugin.comm.gloo import GlooFabric
 from deadpool_plugin.comm.store import host_store
-from deadpool_plugin.comm.waits import HelperWork, SlicedWork, in_helper
 from deadpool_plugin.errors import GenerationChanged, StaleGeneration
 
 SAME, NEXT = Generations(explain_timeout_s=0.0), Generations(explain_timeout_s=0.0)
@@ -25,18 +27,18 @@ NEXT.announce(1)
 
 
 def test_a_helper_hands_over_value_and_error() -> None:
-    assert in_helper(lambda: 7, SAME, 0) == 7
+    assert SAME.run(lambda: 7, 0) == 7
     nothing: dict[str, int] = {}
     with pytest.raises(KeyError):
-        in_helper(lambda: nothing["missing"], SAME, 0)
-    assert in_helper(threading.get_ident, SAME, 0) != threading.get_ident()
+        SAME.run(lambda: nothing["missing"], 0)
+    assert SAME.run(threading.get_ident, 0) != threading.get_ident()
 
 
 def test_a_stuck_function_is_abandoned_and_the_next_one_runs() -> None:
     release = threading.Event()
     with pytest.raises(GenerationChanged):
-        in_helper(release.wait, NEXT, 0)
-    assert in_helper(lambda: "next", NEXT, 0, 60.0) == "next"
+        NEXT.run(release.wait, 0)
+    assert NEXT.run(lambda: "next", 0, 60.0) == "next"
     release.set()
 
 
@@ -58,7 +60,7 @@ def test_a_function_may_end_within_the_grace() -> None:
         asked.wait()
         return "ended"
 
-    assert in_helper(function, Asked(explain_timeout_s=0.0), 0, 60.0) == "ended"
+    assert Asked(explain_timeout_s=0.0).run(function, 0, 60.0) == "ended"
 
 
 def test_generations_only_move_forward() -> None:
@@ -152,16 +154,16 @@ class _Group:
     abandoned = False
 
 
-def sliced(inner: Any, group: Any, generations: Generations, operation: Any) -> SlicedWork:
-    return SlicedWork(inner, group, generations, operation, set())
+def issued(name: str, inner: Any, group: Any, generations: Generations) -> SwapWork:
+    fabric = GlooFabric.__new__(GlooFabric)
+    fabric.generations, fabric._unfinished = generations, set()
+    return SwapWork(inner, fabric, group, Operation(name, ([torch.ones(1)],)))
 
 
-@pytest.mark.parametrize("kind", [sliced, HelperWork])
-def test_a_stuck_operation_is_abandoned_and_its_group_marked(kind: Any) -> None:
+@pytest.mark.parametrize("name", ["allreduce", "send"])
+def test_a_stuck_operation_is_abandoned_and_its_group_marked(name: str) -> None:
     generations, group = Generations(explain_timeout_s=0.0), _Group()
-    operation: Any = ("allreduce", ([torch.ones(1)],), {})
-    stuck: Any = _StuckWork(lambda: generations.announce(1))
-    work = kind(stuck, group, generations, operation)
+    work = issued(name, _StuckWork(lambda: generations.announce(1)), group, generations)
     with pytest.raises(GenerationChanged):
         work.wait()
     assert group.abandoned
@@ -182,8 +184,7 @@ class _FailedComposite:
 
 def test_a_failed_operation_that_never_completes_is_an_error_not_a_stuck_one() -> None:
     generations, group = Generations(explain_timeout_s=60.0), _Group()
-    operation: Any = ("reduce_scatter", ([torch.ones(1)],), {})
-    work = sliced(_FailedComposite(), group, generations, operation)
+    work = issued("allreduce_coalesced", _FailedComposite(), group, generations)
     threading.Timer(0.5, generations.announce, args=(1,)).start()
     with pytest.raises(GenerationChanged):
         work.wait()
@@ -210,7 +211,7 @@ def _wait_alone(rank: int, name: str, address: Cell, over: Cell) -> Any:
         over.get()
         return True
     assert groups._network is not None
-    groups._network.unblock = lambda: None  # gloo's race: cut, it still does not end
+    groups._network.fabrics["gloo"].unblock = lambda: None  # gloo's race: cut, it still does not end
     threading.Timer(0.5, groups.interrupt, args=(1,)).start()
     with pytest.raises(GenerationChanged):
         NEVER_JOINED[name]()
@@ -227,9 +228,7 @@ def test_every_real_operation_that_does_not_end_is_abandoned(name: str) -> None:
 
 
 def test_a_time_out_of_the_callers_own_is_kept() -> None:
-    operation: tuple[str, tuple[Any, ...], dict[str, Any]] = ("allreduce", ([torch.ones(1)],), {})
-    generations = Generations(explain_timeout_s=0.0)
-    work = sliced(_StuckWork(), _Group(), generations, operation)
+    work = issued("allreduce", _StuckWork(), _Group(), Generations(explain_timeout_s=0.0))
     with pytest.raises(RuntimeError, match="timed out"):
         work.wait(timedelta(milliseconds=1))
 
@@ -290,7 +289,7 @@ def _reset(rank: int, address: Cell, ready: list[Cell], said: list[Cell]) -> Any
     ready[1 - rank].get()
     if rank == 0:
         assert groups._network is not None
-        groups._network.unblock()
+        groups._network.fabrics["gloo"].unblock()
     with pytest.raises(GenerationChanged):
         dist.all_reduce(torch.ones(2))
     said[1 - rank].get()  # rank 0 hosts the store

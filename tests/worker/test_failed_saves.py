@@ -14,6 +14,7 @@ from support.live_rank import Rank
 from support.stand_in import fake
 from torch.distributed.checkpoint.api import CheckpointException
 
+from deadpool_plugin.comm.collective import Operation
 from deadpool_plugin.core import local
 from deadpool_plugin.errors import GenerationChanged
 from deadpool_plugin.worker import codec, follow, saving
@@ -182,15 +183,15 @@ def test_a_save_after_the_end_of_the_groups_waits_for_no_commit():
 def test_who_follows_is_told_from_whom_a_message_came():
     work = fake(wait=lambda: True, source_rank=lambda: 5)
 
-    def issue(handle, name, args, kwargs):
-        args[0][0].fill_(9)
+    def issue(handle, operation):
+        operation.args[0][0].fill_(9)
         return work
 
     rank = Rank()
     rank.groups.issue = issue
     for one in (rank, None):
         received = torch.zeros(2)
-        done = (one or follower(rank)).collective(fake(), "recv_anysource", ([received], 0), {})
+        done = (one or follower(rank)).collective(fake(), Operation("recv_anysource", ([received], 0)))
         assert done.source_rank() == 5 and received.tolist() == [9, 9]
 
 

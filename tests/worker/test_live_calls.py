@@ -13,7 +13,8 @@ from support.live_rank import Rank
 from support.stand_in import fake
 from support.zygote import in_zygote
 
-from deadpool_plugin.comm import collective
+from deadpool_plugin.comm.collective import Operation
+from deadpool_plugin.comm.fabric import HandleWork
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import calls, codec, copies, live
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
@@ -59,7 +60,7 @@ def test_a_script_that_catches_what_a_call_raised_is_refused_at_its_next_one():
     with pytest.raises(Unsupported, match=r"forward raised ValueError: a bad batch; .*to do: let the error end"):
         rank.call(Call("step", CallKind.PLAIN, int))
     with pytest.raises(Unsupported, match="a bad batch"):
-        rank.collective(fake(), "allreduce", (), {})
+        rank.collective(fake(), Operation("allreduce"))
 
 
 def test_a_save_that_fails_is_the_scripts_own_affair():
@@ -160,16 +161,16 @@ CONTAINERS = [list, tuple, Listed, lambda tensors: Pair(*tensors), lambda tensor
 def test_a_collective_is_done_again_on_what_it_was_given_whatever_that_is_in(container):
     rank, given = Rank(), []
 
-    def issue(handle, name, args, kwargs):
-        tensors = collective.tensors(args)
+    def issue(handle, operation):
+        tensors = operation.tensors()
         given.append([float(tensor) for tensor in tensors])
         for tensor in tensors:
             tensor.add_(1)
-        return collective.CompletedWork(tensors)
+        return HandleWork(operation)
 
     tensors = [torch.zeros(1), torch.ones(1)]
     rank.groups.issue = issue
-    rank.collective(fake(), "allreduce", (container(tensors),), {})
+    rank.collective(fake(), Operation("allreduce", (container(tensors),)))
     assert tensors == [1, 2]
     (call,) = rank._log.after_cut(0)
     rank._redo(call)
@@ -357,8 +358,8 @@ def test_a_long_evaluation_keeps_a_bounded_part_of_its_inputs_in_host_memory():
 @in_zygote
 def test_a_collective_between_calls_allocates_nothing_on_the_device_and_is_waited_for_once():
     rank, given = _on_device(), torch.arange(4.0, device="cuda")
-    rank.groups.issue = lambda handle, name, args, kwargs: (args[0][0].mul_(2), collective.CompletedWork())[1]
-    costs = [_counted(lambda: rank.collective(fake(), "allreduce", ([given],), {})) for _ in range(3)]
+    rank.groups.issue = lambda handle, operation: (operation.args[0][0].mul_(2), HandleWork(operation))[1]
+    costs = [_counted(lambda: rank.collective(fake(), Operation("allreduce", ([given],)))) for _ in range(3)]
     assert costs == [(1, 1, 0)] * 3, "its own kernel only"
     (call, *_), *_ = [rank._log.after_cut(0)]
     call.restore_entry()

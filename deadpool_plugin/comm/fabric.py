@@ -1,0 +1,147 @@
+"""The seam between handles and a communication library: a Fabric for each, and the Work of an operation it began.
+
+Rules of this file: a wait ends with the operation's result, its error, or GenerationChanged; never by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, Store
+
+from ..errors import StaleGeneration
+from .collective import Operation
+from .generations import Generations
+from .handle import Handle
+
+
+class Fabric(Protocol):
+    """One backend's communicators of one generation; unblocked once, after it is over."""
+
+    generations: Generations
+
+    def build(self, handle: Handle, store: Store) -> Backend:
+        """Connect to the group's other members. Blocks: until they do the same. Thread: main, or one it waits for."""
+
+    def begin(self, handle: Handle, operation: Operation) -> HandleWork:
+        """Issue `operation` on the group behind `handle`. Raises: GenerationChanged; RuntimeError if it cannot be
+        issued, and then nothing of it is open in this thread."""
+
+    def wait_for(self, work: SwapWork, timeout: timedelta | None) -> None:
+        """Wait for torch's own Work. Raises: GenerationChanged, or what the operation failed with."""
+
+    def unblock(self) -> None:
+        """End whatever is in flight, with errors. Thread: any."""
+
+    def ranks_named(self, text: str) -> tuple[int, ...]:
+        """The ranks that a connection may have led to which the library names in an error."""
+        return ()
+
+    def quiesce(self, stop: Callable[[], bool]) -> bool:
+        """Wait, after `unblock`, until nothing that was in flight can write any more; False if `stop()` first."""
+        return True
+
+
+class HandleWork(dist.Work):
+    """The Work of an operation on a handle, which is done unless there is an `inner` one. `source`: the sender."""
+
+    def __init__(self, operation: Operation, source: int = -1, inner: Any = None) -> None:
+        super().__init__()
+        self.operation, self._source, self.inner = operation, source, inner
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call `call` once the operation has ended well: now, or in the wait for it."""
+        call()
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return self.inner is None or self.inner.is_success()
+
+    def exception(self) -> Any:
+        return None if self.inner is None else self.inner.exception()
+
+    def synchronize(self) -> None:
+        if self.inner is not None:
+            self.inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        if self.inner is not None:
+            self.inner.block_current_stream()
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self.operation.outputs()
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        value = self.result()
+        devices = {tensor.device for tensor in value if tensor.is_cuda}
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
+        future.set_result(value)
+        return future
+
+
+class SwapWork(HandleWork):
+    """The Work of an operation of torch's, whose wait an announcement ends. Thread: one at a time, like torch's own."""
+
+    def __init__(self, inner: Any, fabric: Fabric, handle: Handle, operation: Operation) -> None:
+        super().__init__(operation, inner=inner)
+        self.handle, self.generation = handle, fabric.generations.current
+        self._fabric, self._generations = fabric, fabric.generations
+        if operation.name == "recv":
+            self._source = int(operation.argument(1, "srcRank"))
+        self._on_done: Callable[[], None] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises: GenerationChanged, or what the operation failed with once no announcement explains it."""
+        if self.inner is None:
+            return True
+        self._check()
+        try:
+            self._fabric.wait_for(self, timeout)
+        except RuntimeError as error:
+            self._generations.explain(error)
+        if self.operation.name == "recv_anysource":  # of a plain receive only gloo's Work knows it
+            self._source = self.inner._source_rank()
+        self.inner = None
+        if self._on_done is not None:
+            on_done, self._on_done = self._on_done, None
+            on_done()
+        return True
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._on_done = call
+
+    def is_completed(self) -> bool:
+        if self.inner is None:
+            return True
+        self._check()
+        if not self.inner.is_completed():
+            return False
+        if self._on_done is not None:
+            self.wait()
+        return True
+
+    def has_ended(self) -> bool:
+        return self.inner is None or self.inner.is_completed()
+
+    def _check(self) -> None:
+        self._generations.check()
+        if self.generation != self._generations.current:
+            raise StaleGeneration(
+                f"waited in generation {self._generations.current} for an operation of generation {self.generation}",
+                "every pending Work to be dropped when a call is interrupted",
+            )
