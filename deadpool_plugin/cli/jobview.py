@@ -7,7 +7,7 @@ decided by the generation, and what only a node outside the job claims does not 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -17,7 +17,7 @@ from .. import events
 from ..agent.reports import named, sentence
 from ..core.placement import rehearsals
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
-from ..launch.outcome import FAILED, TELLING, Outcome, ended, outcome, silent_nodes
+from ..launch.fate import TELLING, Fate
 from .outcome import LAST_WORD_S, SILENT_S
 
 SLOW_S = 5.0
@@ -28,8 +28,6 @@ PACES_MAX = 64
 
 State = Literal["joining", "active", "rehearsing", "spare", "lost", "fenced"]
 Doing = Literal["unknown", "starting", "training", "swapping", "waiting", "ending", "silent", "ended"]
-Protection = Literal["not yet", "Mirrored", "Protected", "Unprotected"]
-"""The last state of protection. Mirrored: state is safe, but no spare can take some node."""
 
 
 class Line(NamedTuple):
@@ -47,32 +45,24 @@ class Loss(NamedTuple):
 
 @dataclass
 class Swap:
-    """One change of generation; `duration_s` is None until every rank is in training again."""
+    """One change of generation. `takers`: lost node -> the one that takes its ranks."""
 
     generation: Generation
-    began: float
-    restore_step: Step
-    lost: tuple[NodeId, ...]
+    plan: events.SwapPlanned
     takers: dict[NodeId, NodeId]
-    joined: tuple[NodeId, ...]
-    renewed: tuple[Rank, ...]
-    """The ranks that get new processes where they were."""
+    began: float
     duration_s: float | None = None
+    """Until every rank is in training again."""
     first_step_s: float | None = None
     """Until the slowest rank so far had done its first step after the swap."""
 
 
 @dataclass
 class Node:
-    host: str = ""
-    joined: bool = False
     ranks: tuple[Rank, ...] = ()
     training: bool = False
     ready_for: tuple[Rank, ...] = ()
     cannot: bool = False
-    removed: bool = False
-    fenced: bool = False
-    ended: bool = False
     generation: Generation = 0
     accusers: dict[NodeId, tuple[Generation, float]] = field(default_factory=dict)
     """The nodes that count this node as lost, in which generation and since when; it is decided only when a swap is."""
@@ -95,16 +85,18 @@ class Row(NamedTuple):
 class JobView:
     """Thread: one. A job that starts in the folder of an earlier one replaces it."""
 
-    nodes: dict[NodeId, Node] = field(default_factory=dict)
+    nodes: defaultdict[NodeId, Node] = field(default_factory=lambda: defaultdict(Node))
     world: World | None = None
     generation: Generation = 0
     training: bool = False
-    committed: Step = NO_STEP
-    committed_at: float = 0.0
-    """When the newest committed step was."""
+    step: Step = NO_STEP
+    """The newest that any rank has done and that still counts."""
     stepped_at: float = 0.0
     """When a new step was done, or training began or went on after a swap, whichever was last."""
-    protection: Protection = "not yet"
+    committed: Step = NO_STEP
+    committed_at: float = 0.0
+    protection: str = "not yet"
+    """Or Mirrored (state is safe, but no spare can take some node), Protected, Unprotected: the last that was said."""
     protection_at: float = 0.0
     """Since when the job has been protected, or has not."""
     uncovered: tuple[NodeId, ...] = ()
@@ -112,39 +104,26 @@ class JobView:
     history: Literal["ok", "filling", "full"] = "ok"
     """The fullest call records of any rank."""
     swaps: list[Swap] = field(default_factory=list)
+    fate: Fate = field(default_factory=Fate)
     outcome: str = ""
-    """How the job ended, as `deadpool outcome` says it; "" while it has not."""
+    """How the job ended, "" while it has not; so with `exit_code`."""
     exit_code: int = 0
-    """The job's, once it has ended."""
     heard_at: float = 0.0
     """When the newest event was written."""
     lines: deque[Line] = field(default_factory=lambda: deque(maxlen=LINES_MAX))
     lines_total: int = 0
     _steps: dict[Rank, tuple[Generation, Step]] = field(default_factory=dict)
-    _newest: Step = NO_STEP
-    """As `step`, without a look at all ranks."""
+    _losses: dict[Rank, Loss] = field(default_factory=dict)
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES_MAX))
     """The seconds that each of the newest steps has taken."""
-    _losses: dict[Rank, Loss] = field(default_factory=dict)
     _protection_since: Generation = 0
     _waiting: Generation = -1
-    _telling: list[events.Event] = field(default_factory=list)
 
     # ---- what to read
 
     @property
-    def step(self) -> Step:
-        """The newest step that any rank has done and that still counts."""
-        return self._newest_step(self._steps)
-
-    @property
     def loss(self) -> Loss | None:
         return self._newest_loss(self._losses)
-
-    @property
-    def hosts(self) -> dict[NodeId, str]:
-        """The names of the hosts that have said theirs."""
-        return {number: node.host for number, node in self.nodes.items() if node.host}
 
     @property
     def swapping_since(self) -> float | None:
@@ -153,8 +132,8 @@ class JobView:
             return None
         if self.swaps and self.swaps[-1].duration_s is None:
             return self.swaps[-1].began
-        undecided = [node for node in self.nodes.values() if not node.removed]
-        return min((since for node in undecided for since in self._accused(node)), default=None)
+        undecided = self.nodes.keys() - self.fate.replaced
+        return min((since for number in undecided for since in self._accused(number)), default=None)
 
     @property
     def waiting(self) -> bool:
@@ -186,25 +165,17 @@ class JobView:
     def over(self, now: float) -> bool:
         """Return whether it has ended, and each node that is not lost has said how its scripts did, or is silent."""
         silent_s = now - self.heard_at
-        owing = [number for number, node in self.nodes.items() if node.joined and not node.ended]
         excused = ("lost", "fenced") if silent_s >= LAST_WORD_S else ("lost",)
-        said = all(self.state(number) in excused for number in owing)
-        return bool(self.outcome) and (said or silent_s >= SILENT_S)
-
-    def concluded(self) -> Outcome:
-        """Conclude as `deadpool outcome` does, once the job is over."""
-        told: dict[NodeId, list[events.Event]] = {}
-        for event in self._telling:
-            told.setdefault(event.node, []).append(event)
-        return outcome(told, [], FAILED, silent=silent_nodes(told))
+        owing = self.fate.hosts.keys() - self.fate.codes.keys()
+        return bool(self.outcome) and (silent_s >= SILENT_S or all(self.state(number) in excused for number in owing))
 
     def state(self, number: NodeId) -> State:
         node = self.nodes[number]
-        if node.fenced:
+        if number in self.fate.fenced:
             return "fenced"
-        if node.removed or self._accused(node):
+        if number in self.fate.replaced or self._accused(number):
             return "lost"
-        if not node.joined or (node.ranks and not node.training):
+        if number not in self.fate.hosts or (node.ranks and not node.training):
             return "joining"
         if node.ranks:
             return "active"
@@ -214,28 +185,30 @@ class JobView:
     def rows(self) -> list[Row]:
         """List every node that has been in the job, by number."""
         rows = []
-        for number, node in sorted(self.nodes.items()):
-            stands_in_for = () if node.ranks or node.removed else node.ready_for
-            newest = self._newest_step(node.ranks), self._newest_loss(node.ranks)
-            rows.append(Row(number, node.host, self.state(number), node.ranks, stands_in_for, node.generation, *newest))
+        for number in sorted(self.nodes.keys() | self.fate.replaced):
+            node = self.nodes[number]
+            stands_in_for = () if node.ranks or number in self.fate.replaced else node.ready_for
+            step = max((self._steps[rank][1] for rank in node.ranks if rank in self._steps), default=NO_STEP)
+            loss = self._newest_loss(node.ranks)
+            host, state = self.fate.hosts.get(number, ""), self.state(number)
+            rows.append(Row(number, host, state, node.ranks, stands_in_for, node.generation, step, loss))
         return rows
 
     # ---- what happens
 
     def apply(self, event: events.Event) -> None:
         """Fold `event` in; kinds that change nothing here are ignored."""
-        known = self.nodes.get(event.node, Node())
         begins = isinstance(event, events.WorldFormed) and self.world is not None
-        if begins or (known.joined and isinstance(event, (events.WorldFormed, events.NodeJoined))):
+        again = event.node in self.fate.hosts and isinstance(event, (events.WorldFormed, events.NodeJoined))
+        if begins or again:
             vars(self).update(vars(JobView()))  # it is another job
-        node = self.nodes.setdefault(event.node, Node())
+        node = self.nodes[event.node]
         node.generation = max(node.generation, event.generation)
         self.generation = max(self.generation, event.generation)
         self.heard_at = max(self.heard_at, event.time)
         self._add_line(event)
         match event:
             case events.NodeJoined():
-                node.host, node.joined = event.host, True
                 node.ranks = event.ranks if self.world is None else node.ranks
             case events.WorldFormed():
                 self._enter(World(event.generation, event.node_of, event.spares))
@@ -250,12 +223,8 @@ class JobView:
             case events.StepCommitted():
                 if event.generation >= self.generation:  # else a plan has said since what of it counts
                     self.committed, self.committed_at = max(self.committed, event.step), event.time
-            case events.Mirrored():
-                self._protect("Mirrored", event, event.uncovered)
-            case events.Protected():
-                self._protect("Protected", event)
-            case events.Unprotected():
-                self._protect("Unprotected", event)
+            case events.Mirrored() | events.Protected() | events.Unprotected():
+                self._protect(type(event).__name__, event)
             case events.HistoryFilling():
                 self.history = "full" if event.full or self.history == "full" else "filling"
             case events.WaitingForHost():
@@ -264,29 +233,24 @@ class JobView:
                 if self.protection != "not yet":
                     self._protect("Unprotected", event)
                 for number in event.lost:
-                    self.nodes.setdefault(number, Node()).accusers[event.node] = event.generation, event.time
-            case events.NodeFenced():
-                node.fenced = True
+                    self.nodes[number].accusers[event.node] = event.generation, event.time
             case events.SwapPlanned():
                 self._swap_planned(event)
             case events.SwapDone():
                 self._all_in_training(event)
-                for member in self.nodes.values():
-                    if not (member.removed or member.fenced):
-                        member.generation = max(member.generation, event.generation)
+                for number in self.nodes.keys() - self.fate.removed:
+                    self.nodes[number].generation = max(self.nodes[number].generation, event.generation)
                 for swap in self._swaps_of(event):
                     swap.duration_s = event.duration_s
             case events.FirstStepDone():
                 for swap in self._swaps_of(event):
                     swap.first_step_s = max(swap.first_step_s or 0.0, event.duration_s)
-            case events.NodeEnded():
-                node.ended = True
         if isinstance(event, TELLING):
-            self._telling.append(event)
-            self.exit_code, self.outcome = ended(self._telling) or (0, "")
+            self.fate.add(event)
+            self.exit_code, self.outcome, _ = self.fate.ended() or (0, "", ())
 
     def _add_line(self, event: events.Event) -> None:
-        text = named(sentence(event), self.hosts)
+        text = named(sentence(event), self.fate.hosts)
         if isinstance(event, events.WorldFormed):
             active = len(set(event.node_of))
             text = f"{active} node(s) run {len(event.node_of)} rank(s), {len(event.spares)} node(s) stand by"
@@ -303,19 +267,18 @@ class JobView:
             self._losses[event.rank] = Loss(event.step, event.loss)
         if self.world is None or event.generation >= self.world.generation:
             node.training = True
-        if event.generation >= self.generation and event.step > self._newest:
-            if self._newest > NO_STEP:
+        if event.generation >= self.generation and event.step > self.step:
+            if self.step > NO_STEP:
                 taken_s = max(0.0, event.time - self.stepped_at)  # hosts' clocks differ
-                self._paces.append(taken_s / (event.step - self._newest))
-            self._newest, self.stepped_at = event.step, max(self.stepped_at, event.time)
+                self._paces.append(taken_s / (event.step - self.step))
+            self.step, self.stepped_at = event.step, max(self.stepped_at, event.time)
         node.accusers = {who: said for who, said in node.accusers.items() if said[0] >= event.generation}
 
-    def _protect(self, protection: Protection, event: events.Event, uncovered: tuple[NodeId, ...] = ()) -> None:
+    def _protect(self, protection: str, event: events.Event) -> None:
         if event.generation >= self._protection_since:
-            if "Protected" in (protection, self.protection) and protection != self.protection:
+            if not self.protection_at or (protection == "Protected") != (self.protection == "Protected"):
                 self.protection_at = event.time
-            self.protection_at = self.protection_at or event.time
-            self.uncovered = uncovered
+            self.uncovered = event.uncovered if isinstance(event, events.Mirrored) else ()
             self.protection, self._protection_since = protection, event.generation
 
     def _all_in_training(self, event: events.Event) -> None:
@@ -329,14 +292,9 @@ class JobView:
             return  # a second coordinator carried out the same decision
         takers = {int(lost): int(str(taker)) for lost, taker in event.takers.items()}
         began = self.swapping_since
-        began = event.time - event.duration_s if began is None else began
-        self.swaps.append(
-            Swap(generation, began, event.restore_step, event.lost_nodes, takers, event.joined, event.lost_ranks)
-        )
+        self.swaps.append(Swap(generation, event, takers, event.time - event.duration_s if began is None else began))
         self.generation, self.committed = max(self.generation, generation), min(self.committed, event.restore_step)
-        self._newest = min(self._newest, event.restore_step)
-        for lost in event.lost_nodes:
-            self.nodes.setdefault(lost, Node()).removed = True
+        self.step = min(self.step, event.restore_step)
         for rank, (since, step) in self._steps.items():
             if since < generation:
                 self._steps[rank] = since, min(step, event.restore_step)
@@ -346,26 +304,20 @@ class JobView:
             spares = (*self.world.spares, *event.joined)
             self._enter(World(generation, node_of, tuple(spare for spare in spares if spare not in gone)))
 
-    # ---- helpers
-
     def _enter(self, world: World) -> None:
         self.world = world
-        for number in world.members:
-            self.nodes.setdefault(number, Node())
-        for number, node in self.nodes.items():
+        for number in {*self.nodes, *world.members}:
+            node = self.nodes[number]
             before, node.ranks = node.ranks, world.ranks_of(number)
             node.training = node.training and before == node.ranks
 
-    def _accused(self, node: Node) -> list[float]:
-        """Return since when the nodes that are still in the job count `node` as lost."""
-        accusers = ((self.nodes[number], since) for number, (_, since) in node.accusers.items())
-        return [since for accuser, since in accusers if not (accuser.removed or accuser.fenced)]
+    def _accused(self, number: NodeId) -> list[float]:
+        """Return since when the nodes that are still in the job count this one as lost."""
+        accusers = self.nodes[number].accusers.items()
+        return [since for accuser, (_, since) in accusers if accuser not in self.fate.removed]
 
     def _swaps_of(self, event: events.Event) -> list[Swap]:
         return [swap for swap in self.swaps if swap.generation == event.generation]
-
-    def _newest_step(self, ranks: Iterable[Rank]) -> Step:
-        return max((self._steps[rank][1] for rank in ranks if rank in self._steps), default=NO_STEP)
 
     def _newest_loss(self, ranks: Iterable[Rank]) -> Loss | None:
         """Find the loss of the newest step; of the lowest rank where several have one."""

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from .. import __version__
 from ..config import explained, load
 from ..errors import EXIT_OK, ConfigError, DeadpoolError
@@ -69,18 +67,16 @@ def main(arguments: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Make the parser of all commands; the namespace it returns has `run`, which returns the exit code."""
     raw = argparse.RawDescriptionHelpFormatter
-    known = argparse.ArgumentParser(
-        prog="deadpool", description="Jobs that survive the loss of nodes.", formatter_class=raw
-    )
+    what = "Jobs that survive the loss of nodes."
+    known = argparse.ArgumentParser(prog="deadpool", description=what, formatter_class=raw)
     listed = "\n".join(f"  {name:10}{line}" for name, line in COMMANDS.items())
     known.epilog = f"commands:\n{listed}\n\n`deadpool COMMAND --help` says more"
     known.add_argument("--version", action="version", version=f"deadpool_plugin {__version__}")
     commands = known.add_subparsers(metavar="COMMAND", help="what to do", required=True)
     of = {name: commands.add_parser(name, description=f"{line.capitalize()}.") for name, line in COMMANDS.items()}
 
-    of["config"].add_argument(
-        "--examples", action="store_true", help="list the example files (Slurm, DeepSpeed) instead"
-    )
+    line = "list the example files (Slurm, DeepSpeed) instead"
+    of["config"].add_argument("--examples", action="store_true", help=line)
     of["config"].epilog = "deadpool config > deadpool.yaml"
     of["config"].set_defaults(run=_config)
 
@@ -100,12 +96,11 @@ def parser() -> argparse.ArgumentParser:
     of["join"].set_defaults(run=_join)
 
     _add_place(of["stop"], "job", nargs="?")
-    of["stop"].set_defaults(run=_stop)
+    of["stop"].set_defaults(run=_stop, command=[])
 
-    for module in (outcome, patch, watch):
-        command = of[module.__name__.rpartition(".")[2]]
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+    for name, module in (("outcome", outcome), ("patch", patch), ("watch", watch)):
+        module.add_arguments(of[name])
+        of[name].set_defaults(run=module.run)
     return known
 
 
@@ -118,33 +113,18 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _join(args: argparse.Namespace) -> int:
-    wish = msgspec.structs.replace(_place(args), command=args.command)
-    with _end_told(wish, "name a job that runs; if a new one is only starting there, join again in a moment"):
+    with _place(args, "name a job that runs; if a new one is only starting there, join again in a moment") as wish:
         return join(wish)
 
 
 def _stop(args: argparse.Namespace) -> int:
-    wish = _place(args)
-    with _end_told(wish, "nothing, if that is the one; one that is only starting is ended where it was launched"):
+    remedy = "nothing, if that is the one; one that is only starting is ended where it was launched"
+    with _place(args, remedy) as wish:
         job = find(wish)
     silent = stop(job)
     unheard = f"; no answer came from {', '.join(silent)}" if silent else ""
     say(f"the job has ended; its last processes may need some seconds more{unheard}")
     return EXIT_OK
-
-
-@contextlib.contextmanager
-def _end_told(wish: Wish, remedy: str) -> Iterator[None]:
-    """Let an error of the block say so, and `remedy`, if the job's event logs say that it has ended."""
-    try:
-        yield
-    except DeadpoolError as error:
-        folder = None if wish.to else wish.job or load(wish.path).output_dir
-        if folder is None or (last := outcome.last_outcome(folder)) is None:
-            raise
-        ended, ago_s = last
-        found = f"no running job is found in {folder}; the last one there ended {outcome.span(ago_s)} ago: {ended}"
-        raise ConfigError(found, "a job that runs", remedy) from error
 
 
 def _add_place(parser: argparse.ArgumentParser, name: str, **more: Any) -> None:
@@ -156,9 +136,24 @@ def _add_place(parser: argparse.ArgumentParser, name: str, **more: Any) -> None:
     parser.add_argument(FLAG, dest="config", default="", metavar="FILE", help="the job's configuration file")
 
 
-def _place(args: argparse.Namespace) -> Wish:
-    """Read the options of `_add_place`. Raises: ConfigError."""
-    return Wish(address(args.to) if args.to is not None else None, args.job, args.config)
+@contextlib.contextmanager
+def _place(args: argparse.Namespace, remedy: str) -> Iterator[Wish]:
+    """Read the options of `_add_place`. An error of the block says so, and `remedy`, if the job's event logs say that
+    it has ended. Raises: ConfigError."""
+    wish = Wish(None if args.to is None else address(args.to), args.job, args.config, args.command)
+    try:
+        yield wish
+    except DeadpoolError as error:
+        if wish.to:
+            raise
+        folder, last = wish.job or load(wish.path).output_dir, None
+        with contextlib.suppress(OSError):
+            last = outcome.last_job(folder)
+        if last is None or not last[0].ended() or (last[0].at_work() and last[1] < outcome.SILENT_S):
+            raise
+        ended = f"{outcome.span(last[1])} ago: {last[0].by_logs()}"
+        found = f"no running job is found in {folder}; the last one there ended {ended}"
+        raise ConfigError(found, "a job that runs", remedy) from error
 
 
 def address(text: str) -> Address:

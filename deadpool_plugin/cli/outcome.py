@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,7 +17,7 @@ import msgspec
 from .. import events
 from ..errors import EXIT_RUNNING, ConfigError
 from ..host.output import say
-from ..launch.outcome import FAILED, UNREAD, Outcome, at_work, ended, outcome, silent_nodes
+from ..launch.fate import FAILED, UNREAD, Fate
 
 SILENT_S = 5 * events.ALIVE_S
 """A job that has not ended says so, whatever it does or waits for: without a word for so long it is gone."""
@@ -75,15 +74,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Say what became of the job; its exit code. Raises: ConfigError."""
-    told = _of_last_job(Follower(args.output_dir).poll())
-    if not told:
+    last = last_job(args.output_dir)
+    if last is None:
         raise ConfigError(
             f"no event log of a job in {args.output_dir}",
             "its output_dir",
             "name the folder it wrote to; a job that ended before its hosts had met wrote nothing",
         )
-    runs, silent_s = _runs(told)
-    if args.otherwise is None and runs:
+    fate, silent_s = last
+    owing = fate.at_work() or (silent_s < LAST_WORD_S and fate.silent())
+    if args.otherwise is None and silent_s < SILENT_S and (owing or not fate.ended()):
         more = f"`deadpool watch {args.output_dir}` shows it"
         say(f"the job is still running (last event {span(silent_s)} ago); exit code {EXIT_RUNNING}; {more}")
         return EXIT_RUNNING
@@ -95,25 +95,26 @@ def run(args: argparse.Namespace) -> int:
             found = f"{args.hostfile} cannot be read ({error.strerror})"
             raise ConfigError(found, "the job's hostfile", "check the path") from error
         hosts = [words[0] for words in lines if words and not words[0].startswith("#")]
-    over = args.otherwise is not None
-    code, may_run = (args.otherwise, "") if over else (FAILED, UNREAD)
-    concluded = outcome(told, hosts, code, may_run, silent_nodes(told))
+    code, may_run = (FAILED, UNREAD) if args.otherwise is None else (args.otherwise, "")
+    concluded = fate.by_logs(hosts, code, may_run)
     say(str(concluded))
     return concluded.exit_code
 
 
-def last_outcome(folder: Path) -> tuple[Outcome, float] | None:
-    """Find the outcome of the last job that wrote to `folder`, and how long ago its last event was, in seconds; None if
-    it has not ended on all hosts that speak, or there is none."""
-    try:
-        told = _of_last_job(Follower(folder).poll())
-    except OSError:
-        return None
-    heard = [event for story in told.values() for event in story]
-    silent_s = time.time() - max((event.time for event in heard), default=0.0)
-    if not ended(heard) or (at_work(heard) and silent_s < SILENT_S):
-        return None
-    return outcome(told, [], FAILED, silent=silent_nodes(told)), silent_s
+def last_job(folder: Path) -> tuple[Fate, float] | None:
+    """Read of the last job that wrote to `folder` its fate, and the seconds since its last event; None without one."""
+    stories: dict[int, list[events.Event]] = {}  # logs are appended to, and an earlier job may have had more nodes
+    began_at = 0.0
+    for event in Follower(folder).poll():
+        if isinstance(event, events.NodeJoined):  # node 0 says just before that the world has formed
+            before = stories.get(event.node, [])[-1:]
+            stories[event.node] = [last for last in before if isinstance(last, events.WorldFormed)]
+        elif isinstance(event, events.WorldFormed) and event.generation == 0:
+            began_at = event.time
+        stories.setdefault(event.node, []).append(event)
+    told = {node: story for node, story in stories.items() if story[-1].time >= began_at}
+    newest = max((story[-1].time for story in told.values()), default=None)
+    return None if newest is None else (Fate(told), time.time() - newest)
 
 
 def span(seconds: float) -> str:
@@ -121,29 +122,3 @@ def span(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-
-
-def _runs(told: dict[int, list[events.Event]]) -> tuple[bool, float]:
-    """Return whether the job has something to do yet and has spoken lately, and the seconds since its last event."""
-    heard = [event for story in told.values() for event in story]
-    silent_s = time.time() - max(event.time for event in heard)
-    owing = bool(at_work(heard)) or (silent_s < LAST_WORD_S and bool(silent_nodes(told)))
-    return silent_s < SILENT_S and (owing or not ended(heard)), silent_s
-
-
-def _of_last_job(said: Sequence[events.Event]) -> dict[int, list[events.Event]]:
-    """Pick each node's events of the job that began last: logs are appended to, and an earlier job may have had more
-    nodes.
-
-    Args: said: all nodes' events in order of time.
-    """
-    stories: dict[int, list[events.Event]] = {}
-    began_at = 0.0
-    for event in said:
-        if isinstance(event, events.NodeJoined):  # node 0 says just before that the world has formed
-            before = stories.get(event.node, [])[-1:]
-            stories[event.node] = [last for last in before if isinstance(last, events.WorldFormed)]
-        elif isinstance(event, events.WorldFormed) and event.generation == 0:
-            began_at = event.time
-        stories.setdefault(event.node, []).append(event)
-    return {node: story for node, story in stories.items() if story[-1].time >= began_at}

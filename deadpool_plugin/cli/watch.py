@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,18 @@ class Picture:
         def lines_of(*parts: RenderableType) -> int:
             return sum(len(console.render_lines(part, options)) for part in parts)
 
-        above: list[RenderableType] = [Text(), self._headline(), self._figures()]
+        view, now = self.view, self.now
+        bad = view.exit_code or view.swapping_since is not None or view.stalled_s(now) >= STALLED_S
+        style = "bold red" if bad or view.doing(now) == "silent" else "bold"
+        head = Text.assemble(("deadpool  ", "dim"), (headline(view, now), style))
+        above: list[RenderableType] = [Text(), head, _figures(view)]
         below: list[Text] = []
-        for swap in self.view.swaps[-SWAPS_SHOWN:]:
-            said = named(described(swap, superseded=swap is not self.view.swaps[-1]), self.view.hosts)
+        for swap in view.swaps[-SWAPS_SHOWN:]:
+            said = named(described(swap, superseded=swap is not view.swaps[-1]), view.fate.hosts)
             below.append(Text.assemble((f"swap {swap.generation}  ", "dim"), said))
-        for line in list(self.view.lines)[-LINES_SHOWN:]:
+        for line in list(view.lines)[-LINES_SHOWN:]:
             below.append(Text.assemble((f"{_clock(line.time)}  node {line.node}  ", "dim"), line.text))
-        rows = self.view.rows()
+        rows = view.rows()
         room = len(rows)
         if self.height is not None:
             left = self.height - lines_of(*above) - 1  # the cursor's line
@@ -81,25 +86,19 @@ class Picture:
                 room -= 1
         yield from [*above, *_nodes(rows, room), *below]
 
-    def _headline(self) -> Text:
-        view, now = self.view, self.now
-        bad = view.exit_code or view.swapping_since is not None or view.stalled_s(now) >= STALLED_S
-        bad = bad or view.doing(now) == "silent"
-        return Text.assemble(("deadpool  ", "dim"), (headline(view, now), "bold red" if bad else "bold"))
 
-    def _figures(self) -> Columns:
-        view = self.view
-        left = len(view.world.spares) if view.world is not None else -1
-        figures = [
-            ("generation", str(view.generation), "bold"),
-            ("newest step", _number(view.step), "bold"),
-            ("committed step", _number(view.committed), "bold"),
-            ("newest loss", _loss(view.loss), "bold"),
-            ("spares left", _number(left), "bold red" if left == 0 else "bold"),
-            ("protection", protection(view), _style(view)),
-        ]
-        cells = [Text.assemble((f"{name} ", "dim"), (value, style), no_wrap=True) for name, value, style in figures]
-        return Columns(cells, padding=(0, 3))
+def _figures(view: JobView) -> Columns:
+    left = len(view.world.spares) if view.world is not None else -1
+    figures = [
+        ("generation", str(view.generation), "bold"),
+        ("newest step", _number(view.step), "bold"),
+        ("committed step", _number(view.committed), "bold"),
+        ("newest loss", _loss(view.loss), "bold"),
+        ("spares left", _number(left), "bold red" if left == 0 else "bold"),
+        ("protection", protection(view), _style(view)),
+    ]
+    cells = [Text.assemble((f"{name} ", "dim"), (value, style), no_wrap=True) for name, value, style in figures]
+    return Columns(cells, padding=(0, 3))
 
 
 def _nodes(rows: list[Row], room: int) -> Iterator[RenderableType]:
@@ -114,16 +113,9 @@ def _nodes(rows: list[Row], room: int) -> Iterator[RenderableType]:
         table.add_column(name, justify="right", no_wrap=name != "newest step", min_width=7)
     for row in shown:
         ranks = ranges(row.ranks) or (f"stands in for {ranges(row.stands_in_for)}" if row.stands_in_for else "-")
-        table.add_row(
-            str(row.node),
-            escape(row.host) or "-",
-            Text(row.state, STYLES[row.state]),
-            ranks,
-            str(row.generation),
-            _number(row.step),
-            _loss(row.loss),
-            style="dim" if row.state in ("lost", "fenced") else None,
-        )
+        state, style = Text(row.state, STYLES[row.state]), "dim" if row.state in ("lost", "fenced") else None
+        figures = str(row.generation), _number(row.step), _loss(row.loss)
+        table.add_row(str(row.node), escape(row.host) or "-", state, ranks, *figures, style=style)
     yield table
     if left := [row.state for row in rows if row not in shown]:
         states = ", ".join(f"{left.count(state)} {state}" for state in sorted(set(left)))
@@ -139,15 +131,15 @@ def headline(view: JobView, now: float) -> str:
         case "ending":
             return f"{view.outcome}; some hosts are still at work"
         case "ended":
-            return str(view.concluded())
+            return str(view.fate.by_logs())
         case "silent":
             silent = span(now - view.heard_at)
             return f"no event for {silent}: the job is gone, or its hosts cannot write to its output_dir"
         case "waiting":
             return "waiting for a host to join (`deadpool join`)"
         case "swapping":
-            open_swap = next((swap for swap in reversed(view.swaps) if swap.duration_s is None), None)
-            back = f"all ranks go back to step {open_swap.restore_step}" if open_swap else "agreeing on who takes over"
+            steps = [swap.plan.restore_step for swap in view.swaps if swap.duration_s is None]
+            back = f"all ranks go back to step {steps[-1]}" if steps else "agreeing on who takes over"
             return f"swap for {_since(view.swapping_since, now):.1f} s: {back}"
         case "training":
             stalled_s = view.stalled_s(now)
@@ -159,35 +151,29 @@ def headline(view: JobView, now: float) -> str:
 
 def described(swap: Swap, superseded: bool = False) -> str:
     """Describe a swap in one line. `superseded`: another one came after it."""
-    said = [f"node {taker} takes over from node {lost}" for lost, taker in swap.takers.items()]
-    if idle := tuple(node for node in swap.lost if node not in swap.takers):
+    plan, said = swap.plan, [f"node {taker} takes over from node {lost}" for lost, taker in swap.takers.items()]
+    if idle := tuple(node for node in plan.lost_nodes if node not in swap.takers):
         said.append(f"lost node {ranges(idle)}")
-    if swap.joined:
-        said.append(f"node {ranges(swap.joined)} joined")
-    if swap.renewed:
-        said.append(f"new process for rank {ranges(swap.renewed)}")
+    if plan.joined:
+        said.append(f"node {ranges(plan.joined)} joined")
+    if plan.lost_ranks:
+        said.append(f"new process for rank {ranges(plan.lost_ranks)}")
     what = ", ".join(said if swap.takers else [*said, "no rank moves"])
-    if swap.duration_s is None:
-        took = "went into the next swap" if superseded else "under way"
-    else:
+    took = "went into the next swap" if superseded else "under way"
+    if swap.duration_s is not None:
         took = f"in training again after {swap.duration_s:.2f} s"
     first = f", first step done after {swap.first_step_s:.2f} s" if swap.first_step_s is not None else ""
-    return f"{what}, back to step {swap.restore_step}: {took}{first}"
+    return f"{what}, back to step {plan.restore_step}: {took}{first}"
 
 
 def ranges(numbers: tuple[int, ...]) -> str:
     """List numbers as runs: `0-3, 6`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    counter = count()
+    runs = [list(run) for _, run in groupby(sorted(numbers), lambda number: number - next(counter))]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def protection(view: JobView) -> str:
-    """Describe the job's protection, in a few words."""
     return "Mirrored only" if view.protection == "Mirrored" else view.protection
 
 
@@ -247,9 +233,7 @@ class PlainLines:
             is_news, self._stalled_s = True, stalled_s
         self._stalled_s = self._stalled_s if stalled_s else 0.0
         self._doing = doing
-        if is_news:
-            lines.append(f"{_clock(now)} {headline(view, now)}")
-        return lines
+        return [*lines, f"{_clock(now)} {headline(view, now)}"] if is_news else lines
 
 
 # ---- one JSON object
@@ -286,24 +270,6 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
 
 
 # ---- the command
-
-
-def updates(follower: Follower, view: JobView, once: bool = False) -> Iterator[None]:
-    """Yield once per poll, until the job is over. Blocks: between polls."""
-    while True:
-        for event in follower.poll():
-            view.apply(event)
-        yield
-        if once or view.over(time.time()):
-            return
-        time.sleep(POLL_S)
-
-
-def show_table(follower: Follower, view: JobView, console: Console, once: bool = False) -> None:
-    with Live(console=console, auto_refresh=False) as live:
-        for _ in updates(follower, view, once):
-            height = None if once else console.size.height
-            live.update(Picture(view, time.time(), height), refresh=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -346,3 +312,20 @@ def run(args: argparse.Namespace) -> int:
     if follower.unreadable:
         print(f"{follower.unreadable} line(s) of the event logs were left out: no event known here", file=sys.stderr)
     return view.exit_code
+
+
+def show_table(follower: Follower, view: JobView, console: Console, once: bool = False) -> None:
+    with Live(console=console, auto_refresh=False) as live:
+        for _ in updates(follower, view, once):
+            live.update(Picture(view, time.time(), None if once else console.size.height), refresh=True)
+
+
+def updates(follower: Follower, view: JobView, once: bool = False) -> Iterator[None]:
+    """Yield once per poll, until the job is over. Blocks: between polls."""
+    while True:
+        for event in follower.poll():
+            view.apply(event)
+        yield
+        if once or view.over(time.time()):
+            return
+        time.sleep(POLL_S)

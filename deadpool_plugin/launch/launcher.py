@@ -21,14 +21,13 @@ from ..agent.links import versions
 from ..agent.world import check_hosts, check_slots, spare_nodes
 from ..config import Config, load
 from ..errors import ConfigError, shell_code
-from ..events import Event, JobFinished, JobStopped, NodeEnded, NodeJoined
 from ..host import proc
 from ..host.output import say
 from ..host.spawning import ending_signals
 from ..transport.sockets import allow_many_files
 from . import job_files
 from .argv import doubts, missing_configs
-from .outcome import FAILED, Outcome, outcome, settled
+from .fate import FAILED, Fate, Outcome
 from .remote import Connection, keep_alive, ssh_command
 from .request import Request, understood
 from .running_job import check_unused
@@ -96,7 +95,7 @@ class Launcher:
             for one in self._stewards:
                 if one.told and one.told.killed and not (self._unformed or self._interrupted):
                     say(f"{one.host}: {one.told.killed} process(es) had to be killed")
-            return self._conclude(outcome(self._told(), self._request.hosts, code))
+            return self._conclude(self._fate().outcome(self._request.hosts, code))
         finally:
             keeping.cancel()
             proc.sweep(self._tag)
@@ -111,8 +110,8 @@ class Launcher:
         for one in self._stewards:
             one.say(word)
 
-    def _told(self) -> dict[int, Sequence[Event]]:
-        return {one.node: one.told.events for one in self._stewards if one.told}
+    def _fate(self) -> Fate:
+        return Fate({one.node: one.told.events for one in self._stewards if one.told})
 
     async def _prepare(self) -> None:
         """Raises: ConfigError that names every host that is not ready, or the spare that no host is."""
@@ -175,11 +174,11 @@ class Launcher:
 
     def _settle(self) -> None:
         """Note the outcome once it is known, and end what is left of the job."""
-        told, hosts = self._told(), self._request.hosts
+        fate, hosts = self._fate(), self._request.hosts
         since = time.monotonic() - STANDING_STILL * self._config.silent_after_s
         running = {one.node for one in self._stewards if one.ran_at > since}
-        if self._settled is None and not self._interrupted and settled(told, running, len(hosts)):
-            self._settled = outcome(told, hosts, 0)
+        if self._settled is None and not self._interrupted and fate.settled(running, len(hosts)):
+            self._settled = fate.outcome(hosts, 0)
             self._end(self._config.phase_timeout_s)
 
     def _has_formed(self) -> bool:
@@ -187,14 +186,13 @@ class Launcher:
 
     def _end_unformed(self) -> None:
         """A host that has ended before the job formed keeps the others waiting for it: end them, too."""
-        told = self._told()
-        heard = [event for events in told.values() for event in events]
-        formed = self._has_formed() or any(isinstance(one, (NodeJoined, JobFinished)) for one in heard)
-        if self._unformed or formed or not told or self._interrupted:
+        fate = self._fate()
+        formed = self._has_formed() or fate.hosts or fate.finished
+        if self._unformed or formed or not fate.tellers or self._interrupted:
             return
-        codes = [event.exit_code for event in heard if isinstance(event, NodeEnded)]
-        hosts = ", ".join(self._request.hosts[node] for node in sorted(told))
-        self._unformed = Outcome(max(codes, default=0) or FAILED, f"{hosts} ended before the job formed", [])
+        hosts = ", ".join(self._request.hosts[node] for node in sorted(fate.tellers))
+        code = max(fate.codes.values(), default=0) or FAILED
+        self._unformed = Outcome(code, f"{hosts} ended before the job formed")
         say(f"{self._unformed.what}: ending it on the other hosts")
         proc.sweep(self._tag)
         self._end(0.0)
@@ -225,8 +223,7 @@ class Launcher:
 
     def _conclude(self, found: Outcome) -> int:
         """A signal does not change what became of a job that is over."""
-        verdicts = (event for events in self._told().values() for event in events)
-        was_over = any(isinstance(one, JobStopped) and one.time < self._interrupted_at for one in verdicts)
+        was_over = any(one.time < self._interrupted_at for one in self._fate().stops)
         if self._interrupted and self._settled is None and found.exit_code and not was_over:
             # whatever signal it was: hosts are told to end as by Ctrl-C, and their logs say so
             found = Outcome(128 + signal.SIGINT, f"interrupted ({signal.Signals(self._interrupted).name})", found.lost)

@@ -16,7 +16,7 @@ import pytest
 from deadpool_plugin import events
 from deadpool_plugin.cli.main import main
 from deadpool_plugin.launch import steward_protocol
-from deadpool_plugin.launch.outcome import TELLING, UNREACHABLE, outcome
+from deadpool_plugin.launch.fate import TELLING, UNREACHABLE, Fate
 
 HOSTS = ["h1", "h2", "h3"]
 FINISHED, CLEAN = events.JobFinished(), events.NodeEnded(exit_code=0)
@@ -96,20 +96,20 @@ def left(node, code, at=1.0):
     ],
 )  # fmt: skip
 def test_the_last_line(told, launcher_code, line):
-    found = outcome(told, HOSTS, launcher_code)
+    found = Fate(told).outcome(HOSTS, launcher_code)
     assert str(found) == line and f"exit code {found.exit_code};" in line
 
 
 def test_the_last_line_has_the_hosts_of_the_nodes_it_names():
     why = "script of rank 1 on node 1 ended with 3: ValueError; node 2 was lost (silent)"
-    found = outcome({0: [events.JobStopped(exit_code=3, reason=why)], 1: [], 2: []}, HOSTS, 0)
+    found = Fate({0: [events.JobStopped(exit_code=3, reason=why)], 1: [], 2: []}).outcome(HOSTS, 0)
     assert "rank 1 on node 1 (h2) ended" in found.what and "node 2 (h3) was lost" in found.what
 
 
 def test_a_host_that_joined_and_was_lost_has_the_name_it_gave():
     told = {0: [lost(3), FINISHED], 1: [events.NodeJoined(node=3, host="late")], 2: []}
-    assert outcome(told, HOSTS, 0).lost == ["late"]
-    assert outcome({0: [lost(3), FINISHED], 1: [], 2: []}, HOSTS, 0).lost == ["node 3"]
+    assert Fate(told).outcome(HOSTS, 0).lost == ["late"]
+    assert Fate({0: [lost(3), FINISHED], 1: [], 2: []}).outcome(HOSTS, 0).lost == ["node 3"]
 
 
 # ---- from event logs

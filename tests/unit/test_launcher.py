@@ -20,7 +20,7 @@ from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.output import say
 from deadpool_plugin.launch import job_files, launcher, remote, steward_protocol
-from deadpool_plugin.launch.outcome import Outcome
+from deadpool_plugin.launch.fate import Outcome
 from deadpool_plugin.launch.remote import shell_command
 from deadpool_plugin.launch.request import Request
 
