@@ -15,7 +15,7 @@ from typing import NoReturn
 from .config import load
 from .errors import ConfigError
 from .host.output import say
-from .launch import roles
+from .launch import checks
 from .launch.argv import check_script, parse
 from .launch.job_files import secret_of
 from .launch.supervisor import Supervisor
@@ -27,10 +27,10 @@ def main() -> NoReturn:
     """Entry point; never returns."""
     try:
         line = parse(sys.argv[1:])
-        config, launch = load(line.config), roles.from_environment()
-        roles.check_place(launch.place, config)
-        roles.check_versions()
-        roles.check_host(config)
+        config, place = load(line.config), checks.place_of()
+        checks.check_place(place, config)
+        checks.check_versions()
+        checks.check_host(config)
         secret_of(config, line.config)
         check_script(line.command, Path.cwd())
     except ConfigError as error:
@@ -38,7 +38,7 @@ def main() -> NoReturn:
             time.sleep(_YIELD_S)  # local rank 0 says it, once: as soon as that ends, the launcher ends the others
         say(str(error), to=sys.stderr)
         sys.exit(error.exit_code)
-    Supervisor(launch, line.command, str(Path(line.config).resolve()) if line.config else "").run()
+    Supervisor(place, line.command, str(Path(line.config).resolve()) if line.config else "").run()
 
 
 if __name__ == "__main__":

@@ -98,6 +98,5 @@ def _limits_of_production_are_far() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("deadpool_plugin.host.output._CLOSE_S", 60.0)
         patched.setattr("deadpool_plugin.host.proc.EXEC_LOOKS_MAX", 60_000)
-        for module in ("join", "running_job"):
-            patched.setattr(f"deadpool_plugin.launch.{module}.ASK_S", 60.0)
+        patched.setattr("deadpool_plugin.launch.running_job.ASK_S", 60.0)
         yield

@@ -36,13 +36,15 @@ _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 class Place(msgspec.Struct, frozen=True):
-    """This node in the launcher's world: what every supervisor's environment says."""
+    """This node in the launcher's world, spares counted like any host: what every supervisor's environment says.
+    `local_rank`: the supervisor's own."""
 
     node: NodeId
     nodes_total: int
     local_size: int
     master_addr: str
     master_port: int
+    local_rank: int = 0
 
 
 class Invitation(msgspec.Struct, frozen=True):

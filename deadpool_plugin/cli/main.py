@@ -20,9 +20,8 @@ from ..config import explained, load
 from ..errors import EXIT_OK, ConfigError, DeadpoolError
 from ..host.output import say
 from ..launch.argv import FLAG
-from ..launch.join import join
 from ..launch.launcher import launch
-from ..launch.running_job import Wish, find, stop
+from ..launch.running_job import Wish, find, join, stop
 from ..transport.sockets import Address
 from . import outcome, patch, watch
 

@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
 
     Our flag may stand anywhere; launch.py's `--local_rank=N` goes behind the script, where scripts expect it.
     """
-    from .job_files import is_put_in_place  # which loads more than `activate` may
+    from .job_files import job_of  # which loads more than `activate` may
 
     rest, config = take_flag(arguments)
     launchers = launchers_words(rest)
@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
         found = f"{rest[0]} where the script should be" if rest else "no script on the command line"
         usage = f"`deepspeed --hostfile HOSTS --module {RUN} SCRIPT ARGUMENTS... {FLAG} FILE`"
         raise ConfigError(found, usage, "name the training script")
-    if not is_put_in_place(config):  # else it was agreed on where the job began
+    if not job_of(config):  # else it was agreed on where the job began
         section = named_config(rest[head:])
         if config and section and Path(config).resolve() != Path(section).resolve():
             raise ConfigError(

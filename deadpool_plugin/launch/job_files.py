@@ -39,14 +39,10 @@ def folder_of(job: str) -> Path:
     return SHM / f"deadpool-{job}"
 
 
-def is_put_in_place(config: str) -> bool:
-    """Return whether a node's configuration file was put in place for one job: no other host need have it."""
-    path = Path(config)
-    return path.parent.parent == SHM and path.parent.name.startswith("deadpool-")
-
-
-def launch_of(config: str) -> str:
-    return Path(config).parent.name.removeprefix("deadpool-") if is_put_in_place(config) else ""
+def job_of(config: str) -> str:
+    """Name the job that the configuration file was put in place for; "" if it is a user's own."""
+    folder, prefix = Path(config).parent, "deadpool-"
+    return folder.name.removeprefix(prefix) if folder.parent == SHM and folder.name.startswith(prefix) else ""
 
 
 def exit_code_file(config: str, node: int) -> Path:
@@ -64,12 +60,10 @@ def installed(job: str, config: str, secret: bytes = b"") -> Iterator[Path]:
         raise ConfigError(f"{folder} cannot be made ({error.strerror})", "a folder of our own", "try again") from error
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(
-            f"{folder} belongs to another user, or others can read it", "a folder of our own", "try again"
-        )
-    contents = {SECRET: secret, CONFIG: config.encode()} if secret else {CONFIG: config.encode()}
+        found = f"{folder} belongs to another user, or others can read it"
+        raise ConfigError(found, "a folder of our own", "try again")
     try:
-        for name, content in contents.items():
+        for name, content in (*([(SECRET, secret)] if secret else []), (CONFIG, config.encode())):
             try:
                 files.put(folder / name, content, 0o600)
             except OSError as error:
@@ -82,8 +76,7 @@ def installed(job: str, config: str, secret: bytes = b"") -> Iterator[Path]:
 
 def secret_of(config: Config, path: str) -> bytes:
     """Return the secret that was put in place with the configuration `path`, else as `ensure_secret`."""
-    beside = _secret_beside(path)
-    if beside:
+    if beside := _secret_beside(path):
         return ensure_secret(config.model_copy(update={"secret_file": beside}))
     is_new = not config.secret_path.exists()
     secret = ensure_secret(config)
@@ -101,7 +94,7 @@ def secret_files(config: Config, path: str) -> tuple[str, ...]:
 
 def _secret_beside(config: str) -> Path | None:
     beside = Path(config).with_name(SECRET)
-    return beside if is_put_in_place(config) and beside.exists() else None
+    return beside if job_of(config) and beside.exists() else None
 
 
 def ensure_secret(config: Config) -> bytes:
@@ -109,7 +102,8 @@ def ensure_secret(config: Config) -> bytes:
     path = config.secret_path
     try:
         if "secret_file" not in config.model_fields_set and not path.exists():
-            _make_secret(path)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files.put_once(path, f"{secrets.token_urlsafe(32)}\n".encode())
         status = path.stat()
         secret = path.read_bytes().strip()
     except OSError as error:
@@ -128,15 +122,3 @@ def ensure_secret(config: Config) -> bytes:
         found = f"secret_file {path} holds {len(secret)} bytes"
         raise ConfigError(found, f"at least {SECRET_BYTES_MIN}", "make a new one")
     return secret
-
-
-def _make_secret(path: Path) -> None:
-    """Make it. Another process may be doing that too: the first whole file wins."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
-    files.put(draft, f"{secrets.token_urlsafe(32)}\n".encode(), 0o600)
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        draft.unlink()

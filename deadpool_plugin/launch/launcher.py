@@ -3,7 +3,9 @@
 The stewards carry configuration and secret to the hosts, end what is left there, and say what became of the job; the
 real launcher, in a session of its own, starts it.
 Rules of this file: nothing is started anywhere before every host is ready, and nothing is left where we can reach it;
-Ctrl-C ends this job and no other one (deepspeed's own handler ends every job of the user on these hosts).
+Ctrl-C ends this job and no other one (deepspeed's own handler ends every job of the user on these hosts). The secret
+goes over a steward's standard input only. Every wait but that for its last word ends with the connection, and ssh
+itself ends one whose other side is silent.
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from ..agent.links import versions
-from ..agent.world import check_hosts, check_slots, spare_nodes
+from ..agent.world import check_hosts, check_slots, deepspeed_env, spare_nodes
 from ..config import Config, load
 from ..errors import ConfigError, shell_code
 from ..host import proc
@@ -28,10 +31,9 @@ from ..transport.sockets import allow_many_files
 from . import job_files
 from .argv import doubts, missing_configs
 from .fate import FAILED, Fate, Outcome
-from .remote import Connection, keep_alive, ssh_command
 from .request import Request, understood
 from .running_job import check_unused
-from .steward_protocol import Alive, Prepare, Stop, Tell, Word
+from .steward import Alive, Prepare, Ready, Running, Said, Stop, Tell, Told, Word, decode, encode
 
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 LAST_WORD_S = 10.0
@@ -40,6 +42,12 @@ POLL_S = 0.5
 STANDING_STILL = 6
 """A host that says nothing for so many times `silent_after_s` stands still, although its sshd answers. What a script
 does after the training is ended there, so that a short pause of the host must not count."""
+CONNECT_S = 15
+READY_S = 120.0
+"""For imports from a file system that all hosts read at once, too."""
+COMPLAINT_LINES = 3
+CLOSE_S = 5.0
+LINE_BYTES_MAX = 64 << 20
 
 
 def launch(words: Sequence[str]) -> int:
@@ -73,6 +81,8 @@ def launch(words: Sequence[str]) -> int:
 
 
 class Launcher:
+    """One job, from the stewards' start to its last line."""
+
     def __init__(self, request: Request, config: Config) -> None:
         self._request, self._config, self._job = request, config, job_files.new_job()
         self._tag = f"launch.{self._job}."
@@ -115,10 +125,9 @@ class Launcher:
 
     async def _prepare(self) -> None:
         """Raises: ConfigError that names every host that is not ready, or the spare that no host is."""
-        ssh, job, config = ssh_command(self._request, self._config), self._job, self._config.told()
-        secret, command = job_files.ensure_secret(self._config), self._request.command
-        words = (Prepare(job, one.node, config, secret, command, versions()) for one in self._stewards)
-        await asyncio.gather(*(one.prepare(ssh, word) for one, word in zip(self._stewards, words, strict=True)))
+        ssh, config, command = ssh_command(self._request, self._config), self._config.told(), self._request.command
+        shared = config, job_files.ensure_secret(self._config), command, versions()
+        await asyncio.gather(*(one.prepare(ssh, Prepare(self._job, one.node, *shared)) for one in self._stewards))
         wrong: dict[str, list[str]] = {}
         for one in self._stewards:
             if one.problem:
@@ -207,14 +216,15 @@ class Launcher:
         """End the job: at once if it has not formed yet, or the second time. An outcome that is known stays."""
         again, self._interrupted = bool(self._interrupted), self._interrupted or number
         self._interrupted_at = min(self._interrupted_at, time.time())
-        hosts, grace_s = len(self._request.hosts), self._config.phase_timeout_s
+        hosts, grace_s = len(self._request.hosts), 0.0
         if self._settled is not None:
-            said, grace_s = f"interrupted after {self._settled.what}: ending the processes that are left", 0.0
+            said = f"interrupted after {self._settled.what}: ending the processes that are left"
         elif again:
-            said, grace_s = "interrupted again: killing what is left of the job", 0.0
+            said = "interrupted again: killing what is left of the job"
         elif not self._has_formed():
-            said, grace_s = f"interrupted before the job has formed: ending it on {hosts} hosts", 0.0
+            said = f"interrupted before the job has formed: ending it on {hosts} hosts"
         else:
+            grace_s = self._config.phase_timeout_s
             said = f"interrupted: ending the job on {hosts} hosts; processes left after {grace_s:g} s are killed"
         say(said)
         if not grace_s:
@@ -230,9 +240,125 @@ class Launcher:
         if self._unformed is not None:
             found = self._unformed
         if self._settled is not None:
-            found = Outcome(self._settled.exit_code, self._settled.what, found.lost)
+            found = self._settled._replace(lost=found.lost)
         if found.exit_code and not self._interrupted:
             for path in missing_configs(self._request.command):
                 say(f"there is no file {path} where the job was launched; to do: correct the command")
         say(str(found))
         return found.exit_code
+
+
+# ---- the connection to a steward
+
+
+def keep_alive(config: Config) -> list[str]:
+    """Return ssh's options for noticing within about `patience_s` that the other side is gone."""
+    return ["-o", f"ServerAliveInterval={max(1, round(config.patience_s / 3))}", "-o", "ServerAliveCountMax=3"]
+
+
+def ssh_command(request: Request, config: Config) -> list[str]:
+    """Make the command that starts a steward, but for the host before its last word."""
+    words = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *keep_alive(config)]
+    words += ["-p", str(request.ssh_port)] if request.ssh_port is not None else []
+    words += shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    return [*words, shell_command(request, os.environ, os.getcwd())]
+
+
+def shell_command(request: Request, environ: Mapping[str, str], directory: str) -> str:
+    """Make the host's command: the interpreter, the directory and the variables deepspeed exports there, too."""
+    path = os.pathsep.join([directory, *filter(None, [environ.get("PYTHONPATH")])])
+    exports = {name: value for name, value in environ.items() if name.startswith("PYTHON")} | {"PYTHONPATH": path}
+    said = "".join(f"export {name}={shlex.quote(value)}; " for name, value in exports.items())
+    for name, value in deepspeed_env(environ, directory).items():  # an interpreter may need its LD_LIBRARY_PATH
+        said += f"export {name}={value}; "
+    source = f". {shlex.quote(request.venv_script)}; " if request.venv_script else ""
+    steward = shlex.join([sys.executable, "-m", "deadpool_plugin.launch.steward"])
+    return f"{source}{said}cd {shlex.quote(directory)} && exec {steward}"
+
+
+class Connection:
+    """The ssh connection to one host's steward, and what it has said."""
+
+    def __init__(self, host: str, node: int) -> None:
+        self.host, self.node = host, node
+        self.name = self.problem = ""
+        """`name`: the host's own, by which `spares` and what it says call it."""
+        self.ran_at, self.formed = float("-inf"), False
+        """When it said last that the job's processes run there, and whether they had formed the job's first world."""
+        self.told: Told | None = None
+        self.over = False
+        """It has had its last word, or its connection has ended."""
+        self._ssh: asyncio.subprocess.Process | None = None
+
+    async def prepare(self, ssh: Sequence[str], prepare: Prepare) -> None:
+        """Connect, hand over what the host needs; `problem` says why it is not ready."""
+        pipe = asyncio.subprocess.PIPE
+        self._ssh = connection = await asyncio.create_subprocess_exec(
+            *ssh[:-1], "--", self.host, ssh[-1], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True,
+            limit=LINE_BYTES_MAX,
+        )  # fmt: skip
+        assert connection.stdin is not None and connection.stdout is not None and connection.stderr is not None
+        self._stdin, self._stdout, self._stderr = connection.stdin, connection.stdout, connection.stderr
+        self.say(prepare)
+        try:
+            async with asyncio.timeout(READY_S):
+                async for word in self._words():
+                    if isinstance(word, Ready):
+                        self.name, self.problem = word.host, word.problem
+                        self._complaints = asyncio.create_task(self._pass_on_complaints())
+                        return
+        except TimeoutError:
+            self.problem = ": ".join(filter(None, [f"no answer within {READY_S:g} s", await self._complaint()]))
+        else:
+            self.problem = await self._complaint() or f"ssh ended with {connection.returncode}"
+
+    async def listen(self, changed: asyncio.Event) -> None:
+        """Ask for the steward's last word, which it has once the job has been there and is over, and wait for it."""
+        self.say(Tell())
+        try:
+            async for word in self._words():
+                if isinstance(word, Running):
+                    self.ran_at, self.formed = time.monotonic(), self.formed or word.formed
+                if isinstance(word, Told):
+                    self.told = word
+                    return
+        finally:
+            self.over = True
+            changed.set()
+
+    def say(self, word: Word) -> None:
+        """Send `word`; nothing happens if the host is gone."""
+        if self._ssh is not None and self._ssh.returncode is None and not self._stdin.is_closing():
+            self._stdin.write(encode(word))
+
+    async def close(self) -> None:
+        """End the connection; a steward that is left at its other side ends itself."""
+        if self._ssh is None:
+            return
+        self._stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            self._ssh.kill()
+        with contextlib.suppress(TimeoutError):  # a shared ssh connection may keep the pipes open
+            async with asyncio.timeout(CLOSE_S):
+                await self._ssh.wait()
+
+    async def _words(self) -> AsyncIterator[Said]:
+        """Read until the end of the connection."""
+        async for line in self._stdout:
+            if (word := decode(line)) is not None:
+                yield word
+
+    async def _complaint(self) -> str:
+        """Return the last lines ssh says before it ends; a shared ssh connection may keep the pipes open."""
+        said: list[str] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                async for line in self._stderr:
+                    said.append(line.decode(errors="replace").strip())
+                if self._ssh is not None:
+                    await self._ssh.wait()
+        return " / ".join([line for line in said if line][-COMPLAINT_LINES:])
+
+    async def _pass_on_complaints(self) -> None:
+        async for line in self._stderr:
+            say(f"{self.host}: {line.decode(errors='replace').rstrip()}", to=sys.stderr)

@@ -1,34 +1,48 @@
-"""A job that runs, seen from outside: find it by its output_dir or a member's address, or end it everywhere.
+"""A job that runs, seen from outside: find it by its output_dir or a member's address, end it, or join it.
 
 Rules of this file: everything that can be found wrong is found before anything starts, as a ConfigError; the job's
-secret is all that is needed.
+secret is all that is needed. A host that joins plays the launcher for itself: the command that runs is the job's own,
+and the supervisors see what the deepspeed launcher would have told them, and an invitation.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import yaml
 
+from ..agent.links import versions
+from ..agent.world import INVITATION, Invitation, check_alike
 from ..config import Config, load
-from ..errors import ConfigError, PeerRefused, TransportError
+from ..core.types import NodeId
+from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError, shell_code
 from ..host import files
 from ..host.output import say
+from ..host.spawning import ending_signals
 from ..transport.framing import ConnectionClosed
 from ..transport.handshake import ANY_JOB, Credentials
-from ..transport.join_protocol import Describe, JobDescription, Stop, Stopping, ask, expect
+from ..transport.join_protocol import Describe, JobDescription, Reserve, Reserved, Stop, Stopping, ask, expect
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
-from . import job_files
-from .argv import FLAG, parse
+from . import checks, job_files
+from .argv import FLAG, RUN, check_script, parse, without_launchers_words
 
 ASK_S = 5.0
 STOP_LIMIT_S = 120.0
 STOP_POLL_S = 0.2
+POLL_S = 0.05
+ATTEMPTS_MAX = 5
+"""How often another node id is tried when other hosts are faster."""
 NOT_FOUND = "run this on a host that reaches these addresses; `deadpool outcome` says whether the job runs"
 MEMBERS_NAMED = 3
 """Number of members named to a host that lacks the secret."""
@@ -59,15 +73,23 @@ class FoundJob(msgspec.Struct, frozen=True):
     secret: bytes
     secret_file: Path
 
+    @property
+    def credentials(self) -> Credentials:
+        return Credentials(self.secret, self.description.job)
+
+
+# ---- finding it
+
 
 def find(wish: Wish) -> FoundJob:
     """Ask the first member that answers. Raises: ConfigError; TransportError if none answers."""
     path = wish.path
     config = load(path)
-    named = files.published(wish.job or config.output_dir) if wish.to is None else []
-    if wish.to is None and not named:
+    folder = wish.job or config.output_dir
+    named = [] if wish.to else files.published(folder)
+    if not wish.to and not named:
         raise ConfigError(
-            f"no node of a running job is named in {(wish.job or config.output_dir) / files.CONTACTS_FOLDER}",
+            f"no node of a running job is named in {folder / files.CONTACTS_FOLDER}",
             "the job's output_dir on a shared file system",
             "name the job's output_dir, or a member by --to HOST:PORT",
         )
@@ -135,8 +157,7 @@ def check_unused(config: Config) -> None:
     Hosts that do not answer count as gone. Blocks: at most ASK_S and a moment.
     """
     named, secret = files.published(config.output_dir), job_files.ensure_secret(config)
-    hosts = asyncio.run(_at_work(named, Credentials(secret))) if named else []
-    if hosts:
+    if hosts := asyncio.run(_at_work(named, Credentials(secret))):
         raise ConfigError(
             f"output_dir {config.output_dir.absolute()} is that of a job that runs on {', '.join(hosts)}",
             "a folder of its own for each job",
@@ -146,13 +167,11 @@ def check_unused(config: Config) -> None:
 
 async def _at_work(named: Sequence[files.ContactFile], credentials: Credentials) -> list[str]:
     asked = (ask(one.control, credentials.of(one.job), Describe(), ASK_S) for one in named)
-    answers = await asyncio.gather(*asked, return_exceptions=True)
-    there = [
-        one.host
-        for one, answer in zip(named, answers, strict=True)
-        if isinstance(answer, JobDescription) or (isinstance(answer, PeerRefused) and answer.job == one.job)
-    ]
-    return sorted(set(there))
+    there = set()
+    for one, answer in zip(named, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+        if isinstance(answer, JobDescription) or (isinstance(answer, PeerRefused) and answer.job == one.job):
+            there.add(one.host)
+    return sorted(there)
 
 
 # ---- ending it
@@ -170,10 +189,9 @@ def stop(job: FoundJob) -> list[str]:
 
 async def _stop(job: FoundJob) -> list[str]:
     """Tell each member, which tells all others; those still there again, as they may not have been reached."""
-    credentials = Credentials(job.secret, job.description.job)
     deadline, rest, told = time.monotonic() + STOP_LIMIT_S, job.description.hellos, False
     while True:
-        answers = await asyncio.gather(*(_ends(hello, credentials) for hello in rest))
+        answers = await asyncio.gather(*(_ends(hello, job.credentials) for hello in rest))
         there = [hello for hello, ends in zip(rest, answers, strict=True) if ends]
         rest = [hello for hello, ends in zip(rest, answers, strict=True) if ends is not False]
         told = told or bool(there)
@@ -205,3 +223,132 @@ def _listed(hellos: Sequence[Hello]) -> str:
 
 def _name(hello: Hello) -> str:
     return f"node {hello.node} ({hello.host})"
+
+
+# ---- joining it
+
+
+def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", RUN)) -> int:
+    """Take part in the job until its end; its supervisors' exit code. Raises: ConfigError, TransportError."""
+    for _ in range(ATTEMPTS_MAX):
+        job = find(wish)
+        description = job.description
+        with configured(job) as config:
+            check(description, config, wish.command)
+            node = asyncio.run(reserve(job))
+            members = [hello.host for hello in description.hellos if hello.node == description.node]
+            say(f"{os.uname().nodename} joins the job that {(*members, 'another host')[0]} is in, as node {node}")
+            slots = range(description.hellos[0].local_size)
+            commands = [supervisor_command(program, description, slot, config) for slot in slots]
+            environments = [environment(description, node, slot, os.environ) for slot in slots]
+            exit_code = play_launcher(commands, environments, description.directory)
+        if exit_code != EXIT_TAKEN:
+            return exit_code
+        wish = msgspec.structs.replace(wish, config=job.config, job_id=description.job)
+    raise TransportError(f"{ATTEMPTS_MAX} node ids were taken by other hosts", remedy="deadpool join again")
+
+
+@contextlib.contextmanager
+def configured(job: FoundJob) -> Iterator[str]:
+    """Keep the configuration file that this host takes part with, as long as the block runs. Raises: ConfigError."""
+    if job.config:
+        yield job.config
+        return
+    # The job's, with the secret where it lies here, and without an address, which is another host's.
+    told = {**yaml.safe_load(job.description.config), "secret_file": os.path.abspath(job.secret_file)}
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(told.get("interface_address") or "")
+        del told["interface_address"]
+    with job_files.installed(job_files.new_job(), yaml.safe_dump(told)) as folder:
+        yield str(folder / job_files.CONFIG)
+
+
+def check(description: JobDescription, config: str, command: Sequence[str]) -> None:
+    """Refuse a host that cannot take part. Raises: ConfigError."""
+    member = next((hello for hello in description.hellos if hello.node == description.node), description.hellos[0])
+    here, digest = os.uname().nodename, load(config).digest()
+    checks.check_versions()
+    ours = msgspec.structs.replace(member, node=-1, host=here, versions=versions(), config_digest=digest)
+    check_alike([member, ours])
+    theirs = without_launchers_words(description.command)
+    if command and without_launchers_words(parse(list(command)).command) != theirs:
+        raise ConfigError(
+            f"the command given is not the job's, which is `{' '.join(theirs)}`",
+            "the same, or none at all",
+            "leave out everything from `--` on",
+        )
+    directory = Path(description.directory)
+    if not directory.is_dir():
+        found = f"there is no directory {directory} on {here}"
+        raise ConfigError(found, "the job's working directory", "make it as on other hosts")
+    check_script(theirs, directory)
+
+
+async def reserve(job: FoundJob) -> NodeId:
+    """Get a node id from the lowest member that answers: two hosts ask the same one. Raises: TransportError."""
+    reason: Exception | None = None
+    for hello in job.description.hellos:
+        try:
+            answer = await ask(hello.control, job.credentials, Reserve(), ASK_S)
+            reserved: Reserved = expect(answer, Reserved, f"{hello.control[0]}:{hello.control[1]}")
+            return reserved.node
+        except ConnectionClosed as error:
+            reason = error
+    raise TransportError(f"no member of the job can be reached from here: {reason}", remedy="check the network")
+
+
+def supervisor_command(program: Sequence[str], description: JobDescription, local_rank: int, config: str) -> list[str]:
+    """Make the command that launch.py runs for one slot, launcher's words included where the job has them."""
+    plain = without_launchers_words(description.command)
+    said = [f"--local_rank={local_rank}"] if len(plain) < len(description.command) else []
+    return [*program, *said, *plain, FLAG, config]
+
+
+def environment(
+    description: JobDescription, node: NodeId, local_rank: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Merge this host's variables, the job's exported ones where it has none, and the launcher's for one slot."""
+    slots = description.hellos[0].local_size
+    invitation = Invitation(description.job, tuple(hello.control for hello in description.hellos))
+    return {
+        **description.environment,
+        **environ,
+        "MASTER_ADDR": description.master_addr,
+        "MASTER_PORT": str(description.master_port),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_SIZE": str(slots),
+        "RANK": str(node * slots + local_rank),
+        "WORLD_SIZE": str((node + 1) * slots),
+        "CROSS_RANK": str(node),
+        "CROSS_SIZE": str(node + 1),
+        INVITATION: msgspec.json.encode(invitation).decode(),
+    }
+
+
+def play_launcher(commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], directory: str) -> int:
+    """Start one process per command in `directory` and wait for all; the first that fails ends the others.
+
+    Signals that should end us are passed on. Thread: the main one (the children live as long as it does).
+    """
+    children: list[subprocess.Popen[bytes]] = []
+    told: list[int] = []
+    exit_code = 0
+    before = {number: signal.signal(number, lambda number, _: told.append(number)) for number in ending_signals()}
+    try:
+        for command, env in zip(commands, environments, strict=True):
+            children.append(subprocess.Popen(command, env=env, cwd=directory))
+        while children:
+            time.sleep(POLL_S)  # polled: a signal just before a wait would be missed
+            for child in [child for child in children if child.poll() is not None]:
+                children.remove(child)
+                if child.returncode and not exit_code:
+                    exit_code = shell_code(child.returncode)
+                    told.append(signal.SIGTERM)
+            while told:
+                number = told.pop(0)
+                for child in children:
+                    child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        return exit_code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -8,12 +8,16 @@ order in the environment. What the agent is told is how a process ended; what th
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import os
 import select
 import signal
 import sys
+import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +32,7 @@ from ..host.spawning import be_the_first_to_go, become_subreaper, end_children, 
 from ..transport.framing import ConnectionClosed
 from ..transport.linux import die_with_parent
 from ..transport.unix import LocalConnection
-from .prewarm import NVML_CHECK, Prewarm, cuda_is_lost, preload
+from .worker import END_OF_NAMES, become
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed")
 ENDING_S = 60.0
@@ -36,6 +40,91 @@ ENDING_S = 60.0
 _ORDER = "DEADPOOL_ORDER"
 Run = Callable[[local.RunRank, int], object]
 """The work of a forked process: gets the order, and a descriptor to tell what it has imported (-1: nobody asks)."""
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Set, it lets `torch.cuda.is_available()`, which many modules ask as they are imported, leave CUDA alone."""
+_CUDA_DEVICE = "/dev/nvidia-uvm"
+"""Open in a process that has initialised CUDA; NVML does not open it."""
+_CUDA_CONTROL = "/dev/nvidiactl"
+"""There on every host with an NVIDIA driver."""
+_NICE = 10
+
+
+class Prewarm:
+    """Imports what the first forked process imported, and does work that it names, so that later forks start warm.
+
+    It is never in the way of training: where a rank runs, the importing thread stands behind everything else. A module
+    that initialises CUDA as it is imported takes it from every process forked afterwards: those look for that
+    (`cuda_is_lost`) and begin anew. Thread: the main one's, which calls `pause` before it forks and `resume` after.
+    """
+
+    def __init__(self) -> None:
+        self._pipe = -1
+        self._heard = b""
+        self._names: deque[str] = deque()
+        self._pausing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._has_names = self._in_the_way = False
+
+    @property
+    def pipes(self) -> list[int]:
+        """The descriptors that become readable when `begin` should be called."""
+        return [self._pipe] if self._pipe >= 0 else []
+
+    def ask(self, trains: bool) -> int:
+        """Return the descriptor for the names of the process about to be forked; -1 if nobody needs them any more.
+
+        Args: trains: it runs a rank, beside which the names will be imported.
+        """
+        self._close()
+        self._in_the_way, self._heard = trains, b""
+        if self._has_names:
+            return -1
+        self._pipe, tell = os.pipe()
+        return tell
+
+    def begin(self) -> None:
+        """Read names: some have come (or the process has ended without telling them). Blocks: never."""
+        piece = os.read(self._pipe, 1 << 16)
+        self._heard += piece
+        self._has_names = self._heard.endswith(END_OF_NAMES)
+        if self._has_names or not piece:
+            self._close()
+        if self._has_names:
+            self._names.extend(self._heard.removesuffix(END_OF_NAMES).decode().split("\n"))
+            self.resume()
+
+    def _close(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def resume(self) -> None:
+        """Go on importing."""
+        if self._names and self._thread is None:
+            self._pausing.clear()
+            self._thread = threading.Thread(target=self._run, name="deadpool-prewarm")
+            self._thread.start()
+
+    def pause(self) -> None:
+        """Stop importing; no thread is left. Blocks: for the one module that is being imported."""
+        if self._thread is not None:
+            self._pausing.set()
+            with contextlib.suppress(OSError):  # only a privileged process may hurry it up
+                os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, 0)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        if self._in_the_way:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while self._names and not self._pausing.is_set():
+            name, *call = self._names.popleft().split(":", 2)
+            # An import that fails here (off the main thread, say) costs a later process its import, no more.
+            with contextlib.suppress(Exception):
+                module = importlib.import_module(name)
+                if call:
+                    function, argument = call
+                    getattr(module, function)(argument)
 
 
 class Standby:
@@ -63,7 +152,11 @@ class Standby:
         signal.set_wakeup_fd(self._signals[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._connection.send(local.StandbyHello(self._local_rank))
-        preload(self._modules)
+        for name in self._modules:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # the script's to fail on
+                say(f"could not preload {name}: {error}", to=sys.stderr)
         while True:
             waited = [self._connection.fileno(), self._signals[0], *self._prewarm.pipes]
             readable, _, _ = select.select(waited, [], [])
@@ -138,10 +231,20 @@ class Standby:
             os._exit(1)
 
 
+def cuda_is_lost() -> bool:
+    """Return, in a forked process, whether CUDA was initialised in one before it and cannot be initialised again."""
+    if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda)._is_in_bad_fork():
+        # A torch built for CUDA says so on a host without a device too, where there is nothing to lose.
+        return os.path.exists(_CUDA_CONTROL) or cuda.device_count() > 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            if os.readlink(f"/proc/self/fd/{descriptor}") == _CUDA_DEVICE:
+                return True
+    return False
+
+
 def main(script: list[str]) -> NoReturn:
     """Entry point, also for a process that was forked instead of executed (the environment says the rest)."""
-    from .worker import become
-
     die_with_parent()
     os.environ.setdefault(NVML_CHECK, "1")
     config = load(Path(os.environ["DEADPOOL_CONFIG"]))

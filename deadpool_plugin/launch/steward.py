@@ -1,7 +1,8 @@
 """`python -m deadpool_plugin.launch.steward`: the end of `deadpool launch` on one host, held by an ssh connection.
 
 It puts configuration and secret in place, ends the job's processes when it is told to, and says at the end what the
-node's event log says. When the launcher falls silent or its connection ends, `on_launcher_loss` decides.
+node's event log says. When the launcher falls silent or its connection ends, `on_launcher_loss` decides. Both talk in
+JSON lines; a line that is not one of ours (a login script's greeting) is passed over.
 Rules of this file: the job's processes are known by the configuration they were started with, read from /proc; nothing
 of this host's job, and no secret, outlives this process, unless the host does not let it live.
 """
@@ -14,6 +15,7 @@ import select
 import signal
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,9 +27,8 @@ from ..agent.world import first_difference
 from ..config import Config, load
 from ..errors import ConfigError, DeadpoolError
 from ..host import proc
-from . import job_files, roles, steward_protocol
+from . import checks, job_files
 from .argv import RUN, check_script
-from .steward_protocol import FateEvent, Prepare, Ready, Running, Said, Stop, Tell, Told, Word
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.5
@@ -38,32 +39,86 @@ LAUNCHERS_OWN = f"{proc.TAG}=launch.".encode()
 """In the environment of deepspeed's runner, pdsh and its ssh clients, where the launcher is on a host of the job: they
 name the folder, too, and are the launcher's to end."""
 _LAUNCH_PY = b"deepspeed.launcher.launch"
+
+FateEvent = (
+    events.NodeJoined | events.NodeLost | events.SwapPlanned | events.NodeFenced | events.NodeEnded
+    | events.JobFinished | events.JobStopped
+)  # fmt: skip
+"""The events that say what became of a job."""
 _KINDS = tuple(f'"event":"{kind.__name__}"'.encode() for kind in FateEvent.__args__)
+_fate: msgspec.json.Decoder[FateEvent] = msgspec.json.Decoder(FateEvent)
 
 
-def job_processes(folder: Path) -> dict[int, list[bytes]]:
-    """Find the processes of this user that were started with the configuration in `folder`: pid -> command line.
-
-    Supervisors and their ancestors (launch.py, its shell) name it on the command line, descendants in the environment.
-    """
-    wanted, found = os.fsencode(folder) + b"/", {}
-    for pid, environment in proc.environments():
-        with contextlib.suppress(OSError):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            named = wanted in command and RUN.encode() in command and LAUNCHERS_OWN not in environment
-            if named or b"DEADPOOL_CONFIG=" + wanted in environment:
-                found[pid] = command.split(b"\0")
-    return found
+# ---- what launcher and steward say
 
 
-def supervisors(folder: Path) -> set[int]:
-    """Find those of `job_processes` that pass a signal on to the job. launch.py names our module too."""
-    run = (b"-m", RUN.encode())
-    return {
-        pid
-        for pid, command in job_processes(folder).items()
-        if _LAUNCH_PY not in command and run in zip(command, command[1:], strict=False)
-    }
+class Word(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages."""
+
+
+class Prepare(Word, frozen=True):
+    """Launcher -> steward, first: what this host needs for the job."""
+
+    job: str
+    node: int
+    config: str
+    secret: bytes
+    command: list[str]
+    versions: dict[str, str]
+
+
+class Ready(Word, frozen=True):
+    """Steward -> launcher: all is in place, or `problem` says what is wrong."""
+
+    host: str
+    problem: str = ""
+
+
+class Alive(Word, frozen=True):
+    """Launcher -> steward, several times within `patience_s`."""
+
+
+class Stop(Word, frozen=True):
+    """Launcher -> steward: end the job on this host; what is left after `grace_s` is killed."""
+
+    grace_s: float
+
+
+class Tell(Word, frozen=True):
+    """Launcher -> steward: once the job has been on this host and is over here, say what happened, and leave.
+    `even_if_unseen`: also if it has never been here."""
+
+    even_if_unseen: bool = False
+
+
+class Running(Word, frozen=True):
+    """Steward -> launcher, several times within `silent_after_s` while processes of the job run on this host: one that
+    stands still does not. `formed`: the job's first world has formed here."""
+
+    formed: bool
+
+
+class Told(Word, frozen=True):
+    """Steward -> launcher, last: the events of this host's node, and how many processes had to be killed."""
+
+    events: list[FateEvent]
+    killed: int
+
+
+Said = Prepare | Ready | Alive | Stop | Tell | Running | Told
+_said: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
+
+
+def encode(word: Word) -> bytes:
+    """Return a line of its own, whatever stands before it."""
+    return b"\n" + msgspec.json.encode(word) + b"\n"
+
+
+def decode(line: bytes) -> Said | None:
+    """Read a line; None if it is none of ours."""
+    with contextlib.suppress(msgspec.DecodeError):
+        return _said.decode(line)
+    return None
 
 
 class Ear:
@@ -83,8 +138,38 @@ class Ear:
                 data = os.read(self._fd, 1 << 16)
                 self.closed, self.heard_at = not data, time.monotonic()
                 *lines, self._rest = (self._rest + data).split(b"\n")
-                self._words += [word for word in map(steward_protocol.decode, lines) if word is not None]
+                self._words += [word for word in map(decode, lines) if word is not None]
         return self._words.pop(0) if self._words else None
+
+
+def say(word: Word) -> None:
+    """Send `word`; nobody may be listening any more."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), encode(word))
+
+
+# ---- the job on this host
+
+
+def job_processes(folder: Path) -> dict[int, list[bytes]]:
+    """Find the processes of this user that were started with the configuration in `folder`: pid -> command line.
+
+    Supervisors and their ancestors (launch.py, its shell) name it on the command line, descendants in the environment.
+    """
+    wanted, found = os.fsencode(folder) + b"/", {}
+    for pid, environment in proc.environments():
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            named = wanted in command and RUN.encode() in command and LAUNCHERS_OWN not in environment
+            if named or b"DEADPOOL_CONFIG=" + wanted in environment:
+                found[pid] = command.split(b"\0")
+    return found
+
+
+def supervisors(folder: Path) -> set[int]:
+    """Find those of `job_processes` that pass a signal on to the job. launch.py names our module too."""
+    run, found = (b"-m", RUN.encode()), job_processes(folder)
+    return {pid for pid, words in found.items() if _LAUNCH_PY not in words and run in pairwise(words)}
 
 
 class Steward:
@@ -95,7 +180,6 @@ class Steward:
         self._log = events.log_of(config.output_dir, node)
         self._log_begins = self._log.stat().st_size if self._log.exists() else 0  # it may hold earlier jobs
         self._signal, self._deadline = 0, float("inf")
-        self._killed: set[int] = set()
         self._seen = self._formed = False
         self._known: dict[int, int] = {}
         """Processes of the job -> their start times."""
@@ -103,11 +187,11 @@ class Steward:
 
     def serve(self) -> Told:
         """Serve until the job is over here, and the launcher asks for it or is gone; this host's last word."""
-        asked, signalled = None, set[int]()
+        asked, signalled, killed = None, set[int](), set[int]()
         while True:
             alone = self._seen and self._launcher_is_gone() and not self._signal
             word = self._ear.next(ALONE_POLL_S if alone else POLL_S)
-            if not self._seen and (self._is_here() or self._fate()):  # it may have been short
+            if not self._seen and (self._is_here() or self._events()):  # it may have been short
                 self._seen, self._ear.heard_at = True, time.monotonic()
             if isinstance(word, Stop):
                 self._end(signal.SIGINT, word.grace_s)
@@ -116,7 +200,7 @@ class Steward:
             elif self._launcher_is_gone() and self._config.on_launcher_loss == "stop" and not self._signal:
                 self._end(signal.SIGHUP, self._config.phase_timeout_s)
             if self._signal and time.monotonic() > self._deadline:
-                self._killed |= proc.kill_all(lambda: job_processes(self._folder))
+                killed |= proc.kill_all(lambda: job_processes(self._folder))
             if self._signal:
                 for pid in supervisors(self._folder) - signalled:
                     signalled.add(pid)
@@ -125,7 +209,7 @@ class Steward:
             self._report()
             shall_tell = asked is not None and (self._seen or asked.even_if_unseen)
             if (shall_tell or self._launcher_is_gone()) and not self._is_here():
-                return Told(self._fate(), len(self._killed))
+                return Told(self._events(), len(killed))
 
     def _is_here(self) -> bool:
         """Return whether a process of the job is on this host. All are looked at only if none known before is left."""
@@ -139,7 +223,7 @@ class Steward:
         # A launcher that is gone would let our words pile up until a write blocks.
         if not self._seen or self._ear.closed or self._launcher_is_gone():
             return
-        formed = self._formed or any(isinstance(event, events.NodeJoined) for event in self._fate())
+        formed = self._formed or any(isinstance(event, events.NodeJoined) for event in self._events())
         if formed is self._formed and time.monotonic() < self._report_at:
             return
         looks = [proc.look(pid) for pid in self._known]
@@ -156,13 +240,12 @@ class Steward:
         """End the job: the supervisors are asked, once each, and who is left at the deadline is killed."""
         self._signal, self._deadline = number, min(self._deadline, time.monotonic() + grace_s)
 
-    def _fate(self) -> list[FateEvent]:
+    def _events(self) -> list[FateEvent]:
         found: list[FateEvent] = []
         with contextlib.suppress(OSError, ValueError):
             file = job_files.exit_code_file(str(self._folder / job_files.CONFIG), self._node)
             ended = events.NodeEnded(exit_code=int(file.read_text()), node=self._node)
             found = [ended] if ended.exit_code else [events.JobFinished(node=self._node), ended]
-        decoder: msgspec.json.Decoder[FateEvent] = msgspec.json.Decoder(FateEvent)
         if self._log.exists():
             with self._log.open("rb") as log:
                 log.seek(self._log_begins)
@@ -170,16 +253,15 @@ class Steward:
                     # Most lines say nothing of the job's fate, and are not worth decoding.
                     if line.endswith(b"\n") and any(kind in line for kind in _KINDS):
                         with contextlib.suppress(msgspec.DecodeError):  # lines a full disk has cut off and joined
-                            found.append(decoder.decode(line))
+                            found.append(_fate.decode(line))
         return found
 
 
 def _began(pid: int) -> int:
     """Return its start time, 0 if it has gone."""
-    try:
+    with contextlib.suppress(OSError):
         return proc.start_time(pid)
-    except OSError:
-        return 0
+    return 0
 
 
 def main() -> int:
@@ -193,22 +275,23 @@ def main() -> int:
         prepare = ear.next(POLL_S)
     for number in ENDING:
         signal.signal(number, _exit)
+    host = os.uname().nodename
     try:
         if differs := first_difference(versions(), prepare.versions):
             package, here, there = differs
             found = f"{package} is {here} here and {there} where it was launched"
             raise ConfigError(found, "the same", "install it alike")
-        roles.check_versions()
+        checks.check_versions()
         check_script(prepare.command, Path.cwd())
         with job_files.installed(prepare.job, prepare.config, prepare.secret) as folder:
             config = load(folder / job_files.CONFIG)
-            roles.check_host(config)
+            checks.check_host(config)
             steward = Steward(ear, folder, config, prepare.node)
-            say(Ready(os.uname().nodename))
+            say(Ready(host))
             told = steward.serve()
         say(told)  # when nothing is left here
     except DeadpoolError as error:
-        say(Ready(os.uname().nodename, str(error)))
+        say(Ready(host, str(error)))
         return error.exit_code
     return 0
 
@@ -218,12 +301,6 @@ def _exit(number: int, frame: object) -> NoReturn:
     for other in ENDING:
         signal.signal(other, signal.SIG_IGN)  # which holds until the interpreter has ended, a handler does not
     sys.exit(128 + number)
-
-
-def say(word: Word) -> None:
-    """Send `word`; nobody may be listening any more."""
-    with contextlib.suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), steward_protocol.encode(word))
 
 
 if __name__ == "__main__":

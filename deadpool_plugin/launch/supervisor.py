@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ..agent.workers import SIGTERM_S
-from ..agent.world import COMMAND
+from ..agent.world import COMMAND, Place
 from ..config import load
 from ..core import local
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError, present, shell_code
@@ -30,7 +30,6 @@ from ..host.spawning import Program, ending_signals, spawn
 from ..transport.framing import ConnectionClosed
 from ..transport.linux import await_end, die_with_parent, pidfd_open
 from ..transport.unix import LocalConnection, listen_unix
-from .roles import Launch
 
 STANDBY = (sys.executable, "-u", "-m", "deadpool_plugin.launch.standby")
 AGENT = (sys.executable, "-u", "-m", "deadpool_plugin.launch.agent")
@@ -52,18 +51,18 @@ class Supervisor:
 
     def __init__(
         self,
-        launch: Launch,
+        place: Place,
         command: Sequence[str],
         config_path: str,
         standby: Program = STANDBY,
         agent: Callable[[int], Program] = lambda descriptor: [*AGENT, str(descriptor)],
     ) -> None:
-        self._launch, self._command, self._agent_program = launch, command, agent
+        self._local_rank, self._command, self._agent_program = place.local_rank, command, agent
         self._standby_program = standby if callable(standby) else [*standby, *command]
         launcher = os.getppid()
         die_with_parent(signal.SIGTERM, launcher)
         self._job = proc.job_tag(launcher)
-        self._tag = f"{self._job}{launch.local_rank}."
+        self._tag = f"{self._job}{place.local_rank}."
         self._socket = f"deadpool/{os.getuid()}/{launcher}/{proc.start_time(launcher)}"
         self._env = {**os.environ, "DEADPOOL_CONFIG": config_path, "DEADPOOL_SOCKET": self._socket}
         self._stops_with_launcher = load(config_path).on_launcher_loss == "stop"
@@ -84,7 +83,7 @@ class Supervisor:
     def run(self) -> NoReturn:
         """Start everything, wait for the end, leave nothing behind, exit; an error of our own is one line."""
         try:
-            if self._launch.local_rank == 0:
+            if self._local_rank == 0:
                 self._start_agent()
                 if self._stops_with_launcher:
                     self._poll.register(sys.stdout.fileno(), 0)  # errors only: nobody reads it any more
@@ -127,7 +126,7 @@ class Supervisor:
         env = {**self._env, proc.TAG: self._tag}
         self._standby = spawn(self._standby_program, env, signal.SIGKILL, output=write_end)
         os.close(write_end)
-        self._tell(local.SupervisorHello(self._launch.local_rank, self._standby), read_end)
+        self._tell(local.SupervisorHello(self._local_rank, self._standby), read_end)
         os.close(read_end)
         self._standby_end = pidfd_open(self._standby)
         self._poll.register(self._standby_end, select.POLLIN)

@@ -1,9 +1,10 @@
 """The process a slot's standby process forks: becomes one rank, or rehearses one, and runs the user's script.
 
-Rules of this file: the environment is set before anything of the user's runs; the process introduces itself on a
-connection of its own; it tells once what it has imported. A script that ends well waits for everybody else's end; every
-other end is told to the agent, after it has been printed (the agent may end us at once), and also if it could not be (a
-full disk). One method of argparse is replaced for the script, and nothing else here.
+Rules of this file: torch is imported by functions only, as the standby process may have to do without it. The
+environment is set before anything of the user's runs; the process introduces itself on a connection of its own; it
+tells once what it has imported. A script that ends well waits for everybody else's end; every other end is told to the
+agent, after it has been printed (the agent may end us at once), and also if it could not be (a full disk). One method
+of argparse is replaced for the script, and nothing else here.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .. import plugin
 from ..config import Config
 from ..core import local
 from ..errors import DeadpoolError, GenerationChanged
 from ..host.output import say
 from ..transport import linux
 from ..transport.unix import LocalConnection
-from .prewarm import tell_modules
 
 if TYPE_CHECKING:
     from ..worker.context import Context
+    from ..worker.output import Mute
+
+END_OF_NAMES = b"\0"
+"""Said, because the end of file may never come: what the script forked before (a DataLoader) holds the pipe too."""
 
 
 def become(config: Config, local_rank: int, script: list[str], order: local.RunRank, tell: int) -> NoReturn:
@@ -43,7 +46,7 @@ def become(config: Config, local_rank: int, script: list[str], order: local.RunR
         if order.rehearses:
             context = _rehearse(connection, config, local_rank)
         else:
-            context = plugin.start_live(connection, config, order, local_rank)
+            context = start_live(connection, config, order, local_rank)
     except SystemExit as end:
         leave(int(end.code or 0))
     except Exception as error:  # nobody may see its traceback: that goes to a file, which may be on a full disk
@@ -57,6 +60,25 @@ def become(config: Config, local_rank: int, script: list[str], order: local.RunR
     leave(run_script(script, context, failed))
 
 
+def start_live(connection: LocalConnection, config: Config, order: local.RunRank, local_rank: int) -> Context:
+    """Become an active rank: wait until everyone's groups may be built, then be ready for the script.
+
+    Raises: SystemExit once the agent ends a process whose world was over before its script began.
+    """
+    from ..worker.starting import Starting
+
+    context = _context(connection, config, local_rank)
+    try:
+        start, _ = context.link.receive(local.StartGroups)
+        assert isinstance(start, local.StartGroups)
+        context.groups.start(start.generation, start.store)
+    except GenerationChanged:  # the world it was for is over, and another process will begin the script
+        raise SystemExit(context.wait_for_end()) from None
+    context.mode = starting = Starting(context, order.rank, config.header_bytes)
+    starting.watch()
+    return context
+
+
 def _rehearse(connection: LocalConnection, config: Config, local_rank: int) -> Context:
     from ..worker.output import Mute
 
@@ -66,7 +88,63 @@ def _rehearse(connection: LocalConnection, config: Config, local_rank: int) -> C
     mute = Mute(write_end)  # only now: what goes wrong in there is said into the pipe, which somebody must read
     rehearsal, _ = connection.recv()
     assert isinstance(rehearsal, local.Recording), f"the agent answered {type(rehearsal).__name__}"
-    return plugin.start_following(connection, config, rehearsal, local_rank, mute)
+    return start_following(connection, config, rehearsal, local_rank, mute)
+
+
+def start_following(
+    connection: LocalConnection, config: Config, rehearsal: local.Recording, local_rank: int, mute: Mute
+) -> Context:
+    """Begin a spare's rehearsal of one rank: the groups answer from the rank's recording."""
+    from ..worker import codec
+    from ..worker.file_view import FileView
+    from ..worker.follow import Follow
+
+    context = _context(connection, config, local_rank, rehearses=True)
+    recording, layout_digest, looks = codec.decode(rehearsal.recording)
+    context.groups.rehearse(recording)
+    context.mode = Follow(context, rehearsal.rank, layout_digest, mute, FileView(looks))
+    return context
+
+
+def _context(connection: LocalConnection, config: Config, local_rank: int, rehearses: bool = False) -> Context:
+    from ..adapters.deepspeed import extensions
+    from ..adapters.deepspeed.adapter import DeepSpeedAdapter
+    from ..adapters.megatron.adapter import MegatronAdapter
+    from ..comm.groups import Groups
+    from ..worker.context import Context
+    from ..worker.link import AgentLink
+
+    groups = Groups(config.recording_limit_bytes, config.phase_timeout_s)
+    link = AgentLink(connection, groups.generations)
+    context = Context(link, groups, [MegatronAdapter(), DeepSpeedAdapter()], local_rank=local_rank)
+
+    def tell(text: str) -> None:
+        if rehearses:  # nobody sees its output, and the job is not protected before it is ready
+            link.event("Note", text=text)
+
+    extensions.install(tell)  # not with the adapter: DeepSpeed compiles before it initialises torch.distributed
+    context.install()
+    link.start(context)
+    context.offer_store()  # at once: if every process of the job is lost, nobody else has one
+    return context
+
+
+def tell_modules(pipe: int, beforehand: Iterable[str] = ()) -> None:
+    """Tell the names of the installed modules this forked process has imported and of ours, not of the user's own.
+
+    Args: pipe: -1 if nobody asks. beforehand: `module:function:argument`, what is to be called after these imports.
+    """
+    if pipe < 0:
+        return
+    known = []
+    for name, module in list(sys.modules.items()):
+        file = ""
+        with contextlib.suppress(Exception):  # a module that imports as it is asked may raise anything
+            file = str(getattr(module, "__file__", None) or "")
+        if "site-packages" in file or name.startswith("deadpool_plugin."):
+            known.append(name)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "wb") as stream:
+        stream.write("\n".join([*known, *beforehand]).encode() + END_OF_NAMES)
 
 
 def run_script(argv: list[str], context: Context, failed: Callable[[str], None]) -> int:

@@ -79,7 +79,7 @@ class Adapter(Protocol):
         """Return whether the script has built something by now that this framework trains."""
 
     def beforehand(self) -> Sequence[str]:
-        """Name work for the standby process (`launch.prewarm`): `module:function:argument` each. After `attach`."""
+        """Name work for the standby process (`launch.standby`): `module:function:argument` each. After `attach`."""
         return ()
 
     def inside_step(self) -> AbstractContextManager[None]:

@@ -158,13 +158,13 @@ class Host:
         )
 
     def _join(self) -> NoReturn:
-        from deadpool_plugin.launch import join, running_job
+        from deadpool_plugin.launch import running_job
 
         invitation = running_job.find(running_job.Wish(config=str(self.config)))
-        node = asyncio.run(join.reserve(invitation))
+        node = asyncio.run(running_job.reserve(invitation))
         if node != self.index:
             raise RuntimeError(f"the job calls this host node {node}, expected {self.index}")
-        self._play_launcher(lambda slot: join.environment(invitation.description, node, slot, os.environ))
+        self._play_launcher(lambda slot: running_job.environment(invitation.description, node, slot, os.environ))
 
     def _from_launcher(self, local_rank: int) -> dict[str, str]:
         """Return the variables that launch.py gives one child and not the others."""
@@ -191,7 +191,7 @@ class Host:
         os._exit(0)
 
     def _supervise(self, local_rank: int) -> NoReturn:
-        from deadpool_plugin.launch import argv, roles, standby
+        from deadpool_plugin.launch import argv, checks, standby
         from deadpool_plugin.launch.supervisor import Supervisor
 
         try:
@@ -199,7 +199,7 @@ class Host:
             words = [f"--local_rank={local_rank}", *self.script, argv.FLAG, str(self.config)]
             line = argv.parse(words)
             Supervisor(
-                roles.from_environment(), line.command, line.config,
+                checks.place_of(), line.command, line.config,
                 standby=lambda: standby.main(line.command), agent=lambda fd: lambda: self._agent(fd),
             ).run()  # fmt: skip
         except BaseException:

@@ -14,9 +14,9 @@ import pytest
 from support.zygote import in_zygote
 from torch.utils import file_baton
 
-from deadpool_plugin import plugin
 from deadpool_plugin.adapters.deepspeed import extensions
 from deadpool_plugin.config import Config
+from deadpool_plugin.launch import worker
 from deadpool_plugin.transport.unix import LocalConnection
 
 
@@ -86,7 +86,7 @@ def test_what_is_built_before_torch_distributed_is_initialised_waits_for_no_kill
     """DeepSpeed's first build is such a one. `try_acquire` of torch says no, and its `wait` has no end."""
     ours, agents = socket.socketpair()
     KEPT.append(agents)  # where its agent has gone a worker ends, maybe before it has said how this test went
-    plugin._worker_context(LocalConnection(ours), Config(), 1)
+    worker._context(LocalConnection(ours), Config(), 1)
     (tmp_path / "lock").touch()
     assert file_baton.FileBaton(str(tmp_path / "lock")).try_acquire()
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from deadpool_plugin.cli.main import address
-from deadpool_plugin.launch import job_files, join, running_job
+from deadpool_plugin.launch import job_files, running_job
 
 LAUNCH = str(Path(__file__).with_name("stub_launch.py"))
 
@@ -21,21 +21,21 @@ def main(where: str, *to: str) -> int:
     wish = running_job.Wish(to=address(to[0]), config=where) if to else running_job.Wish(job=Path(where))
     invitation = running_job.find(wish)
     job_files.new_job = lambda: os.environ["DEADPOOL_TEST_NODE"]  # whoever kills this process knows what to remove
-    with join.configured(invitation) as config:
+    with running_job.configured(invitation) as config:
         return take_part(invitation, config)
 
 
 def take_part(invitation: running_job.FoundJob, config: str) -> int:
     job = invitation.description
-    node = asyncio.run(join.reserve(invitation))
+    node = asyncio.run(running_job.reserve(invitation))
     print("found the job", flush=True)
     sys.stdin.read()  # a test may hold this host here
     slots = range(job.hellos[0].local_size)
     words = [word for word in job.command if not word.startswith("--local_rank=")]
     supervisor = [sys.executable, "-u", LAUNCH, "supervise", config]
     commands = [[*supervisor, f"--local_rank={local_rank}", *words] for local_rank in slots]
-    environments = [join.environment(job, node, slot, os.environ) for slot in slots]
-    return join.play_launcher(commands, environments, os.getcwd())
+    environments = [running_job.environment(job, node, slot, os.environ) for slot in slots]
+    return running_job.play_launcher(commands, environments, os.getcwd())
 
 
 if __name__ == "__main__":

@@ -24,16 +24,16 @@ def be_called(name: str) -> None:
 
 
 def supervise(config: str, arguments: list[str]) -> NoReturn:
-    from deadpool_plugin.launch.roles import from_environment
+    from deadpool_plugin.launch.checks import place_of
     from deadpool_plugin.launch.supervisor import Supervisor
 
-    launch = from_environment()
-    be_called(f"supervisor{launch.local_rank}")
+    place = place_of()
+    be_called(f"supervisor{place.local_rank}")
     if EXECUTES:
-        Supervisor(launch, arguments, config, standby=[sys.executable, "-u", str(STUB)]).run()
+        Supervisor(place, arguments, config, standby=[sys.executable, "-u", str(STUB)]).run()
     from dist import stub_worker
 
-    Supervisor(launch, arguments, config, lambda: stub_worker.main(arguments), lambda fd: lambda: agent(fd)).run()
+    Supervisor(place, arguments, config, lambda: stub_worker.main(arguments), lambda fd: lambda: agent(fd)).run()
 
 
 def agent(descriptor: int) -> NoReturn:

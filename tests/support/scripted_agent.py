@@ -102,8 +102,7 @@ class ScriptedAgent:
         import faulthandler
         import sys
 
-        from deadpool_plugin import plugin
-        from deadpool_plugin.launch.worker import run_script
+        from deadpool_plugin.launch.worker import run_script, start_following, start_live
         from deadpool_plugin.worker.output import Mute
 
         log = os.open(self.output / f"rank{rank}.{self.incarnations[rank]}.log", os.O_WRONLY | os.O_CREAT, 0o644)
@@ -116,10 +115,10 @@ class ScriptedAgent:
         if spare:
             rehearsal = expect(local.Recording, connection.recv()[0])
             mute = Mute(os.open(self.output / f"rehearsal{rank}.log", os.O_WRONLY | os.O_CREAT, 0o644))
-            context = plugin.start_following(connection, self.config, rehearsal, 0, mute)
+            context = start_following(connection, self.config, rehearsal, 0, mute)
         else:
             role = local.RunRank(rank, {})
-            context = plugin.start_live(connection, self.config, role, local_rank=0)
+            context = start_live(connection, self.config, role, local_rank=0)
         self.before_script(rank, self.incarnations[rank])
         failed = lambda reason: connection.send(local.Failing(rank, reason))  # noqa: E731
         return run_script(list(self.argv), context, failed)

@@ -14,7 +14,7 @@ import pytest
 from support.hosts import local_node
 from support.stand_in import stand_in
 
-from deadpool_plugin import events, plugin
+from deadpool_plugin import events
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.reports import Reports
@@ -24,6 +24,7 @@ from deadpool_plugin.config import Config
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.types import World
+from deadpool_plugin.launch.agent import run_agent
 from deadpool_plugin.transport.unix import LocalPeer
 
 
@@ -205,16 +206,13 @@ def test_a_thread_that_a_file_system_holds_does_not_hold_the_agent(monkeypatch):
     async def reachable(*arguments):
         return "", ""
 
-    monkeypatch.setattr("deadpool_plugin.host.interfaces.reachable", reachable)
-    monkeypatch.setattr("deadpool_plugin.host.machine.Machine", lambda *arguments: None)
-    monkeypatch.setattr("deadpool_plugin.agent.process.Agent", Held)
+    monkeypatch.setattr("deadpool_plugin.launch.agent.reachable", reachable)
+    monkeypatch.setattr("deadpool_plugin.launch.agent.Machine", lambda *arguments: None)
+    monkeypatch.setattr("deadpool_plugin.launch.agent.Agent", Held)
     timer = threading.Timer(20.0, let_go.set)
     timer.start()
     try:
-        assert (
-            plugin.run_agent(*cast(Any, (Place(0, 1, 1, "m", 5), Config(), b"", None, "", Job([], "", "", {})))) == 86
-            and not let_go.is_set()
-        )
+        assert run_agent(*cast(Any, (Place(0, 1, 1, "m", 5), Config(), b"", None, "", Job([], "", "", {})))) == 86 and not let_go.is_set()
     finally:
         timer.cancel()
         let_go.set()

@@ -33,12 +33,11 @@ LAYERS: dict[str, set[str]] = {
     "adapters": {"worker", "comm", "mirror", "transport", "core"},
     "host": {"mirror", "transport", "core"},
     "agent": {"host", "mirror", "transport", "core"},
-    "plugin": {"adapters", "agent", "host", "worker", "comm", "mirror", "transport", "core"},
-    "launch": {"plugin", "agent", "host", "worker", "transport", "core"},
-    "cli": {"__init__", "launch", "plugin", "agent", "host", "transport", "core"},
-    "run": {"launch", "plugin", "host"},
+    "launch": {"adapters", "agent", "comm", "host", "worker", "transport", "core"},
+    "cli": {"__init__", "launch", "agent", "host", "transport", "core"},
+    "run": {"launch", "host"},
     "data": set(),
-    "__init__": {"launch", "plugin", "run"},
+    "__init__": {"launch", "run"},
     "__main__": {"cli"},
 }
 """Layer -> the layers it may import; errors, config, events and versions are open to everything above core."""

@@ -23,7 +23,7 @@ from deadpool_plugin.config import Config, load
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError, PeerRefused, TransportError
 from deadpool_plugin.host import files
-from deadpool_plugin.launch import job_files, join, roles, running_job
+from deadpool_plugin.launch import checks, job_files, running_job
 from deadpool_plugin.launch.job_files import secret_of
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.join_protocol import JobDescription, Reserve, Reserved
@@ -227,7 +227,7 @@ def test_a_job_is_found_by_its_output_dir_and_its_secret_where_its_members_have_
     found = running_job.find(running_job.Wish(job=folder / "logs"))
     assert found.description.hellos == [member.hello] and found.description.members == (4,)
     assert found.config == "" and found.secret == SECRET.encode()
-    assert asyncio.run(join.reserve(found)) == 5
+    assert asyncio.run(running_job.reserve(found)) == 5
 
 
 def test_a_second_job_may_not_write_to_the_folder_of_one_that_runs(member, folder):
@@ -259,12 +259,12 @@ def test_a_host_takes_part_with_the_configuration_the_job_has(member, folder, sa
     found = running_job.find(
         running_job.Wish(**{"to": {"to": member.hello.control}, "job": {"job": folder / "logs"}}[said])
     )
-    with join.configured(found) as path:
-        assert job_files.is_put_in_place(path) and not folder.samefile(os.path.dirname(path))
+    with running_job.configured(found) as path:
+        assert job_files.job_of(path) and not folder.samefile(os.path.dirname(path))
         ours = load(path)
         assert ours == member.config.model_copy(update={"secret_file": default})
         assert secret_of(ours, path) == SECRET.encode() and ours.told_secret_file == str(default)
-        join.check(found.description, path, [])
+        running_job.check(found.description, path, [])
         assert {os.stat(entry).st_mode & 0o777 for entry in os.scandir(os.path.dirname(path))} == {0o600}
     assert not os.path.exists(os.path.dirname(path))
 
@@ -287,7 +287,7 @@ def test_without_the_secret_it_is_said_where_it_was_looked_for(member, folder):
 def test_a_host_may_have_a_configuration_of_its_own(member, folder, said):
     where = {"to": {"to": member.hello.control}, "job": {"job": folder / "logs"}}[said]
     found = running_job.find(running_job.Wish(config="d.yaml", **where))
-    with join.configured(found) as path:
+    with running_job.configured(found) as path:
         assert path == str(folder / "d.yaml")
 
 
@@ -297,7 +297,7 @@ def test_a_host_may_have_a_configuration_of_its_own(member, folder, said):
 def test_an_address_is_another_hosts(folder, interface, ours):
     told = Config(interface_address=interface, patience_s=2.5)
     found = running_job.FoundJob(described(folder, config=told.told()), "", b"", folder / "secret")
-    with join.configured(found) as path:
+    with running_job.configured(found) as path:
         mine = load(path)
     assert (mine.interface_address, mine.patience_s, mine.secret_file) == (ours, 2.5, folder / "secret")
 
@@ -343,7 +343,7 @@ def test_a_node_id_is_not_asked_of_another_job(member, folder):
     assert found.description.job == MEMBERS_JOB
     other = msgspec.structs.replace(found.description, job="another job's id")
     with pytest.raises(PeerRefused, match="it is of job"):
-        asyncio.run(join.reserve(msgspec.structs.replace(found, description=other)))
+        asyncio.run(running_job.reserve(msgspec.structs.replace(found, description=other)))
 
 
 def test_another_secret_is_said(member, folder):
@@ -364,14 +364,14 @@ def test_the_whole_command_runs_the_jobs_command_for_every_slot(member, folder, 
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
     wish = running_job.Wish(job=folder / "logs", command=["s.py", "--lr", "1"])
-    assert join.join(wish, [sys.executable, str(program)]) == 0
+    assert running_job.join(wish, [sys.executable, str(program)]) == 0
     for rank, local_rank in ((10, 0), (11, 1)):
         told = json.loads((seen / str(rank)).read_text())
         assert told["argv"] == [f"--local_rank={local_rank}", "s.py", "--lr", "1"] + [
             "--deadpool-config", told["argv"][-1]
         ]  # fmt: skip
-        assert job_files.is_put_in_place(told["argv"][-1])
-        place = roles.from_environment(told["env"]).place
+        assert job_files.job_of(told["argv"][-1])
+        place = checks.place_of(told["env"])
         assert (place.node, place.local_size, place.master_addr, place.master_port) == (5, 2, "m", 5)
         assert job_from(told["env"], "", "", ()).invitation == Invitation(MEMBERS_JOB, (tuple(member.hello.control),))
     assert "is in, as node 5" in capfd.readouterr().out
@@ -382,7 +382,7 @@ def test_a_taken_node_id_is_tried_again_with_another(member, folder, capfd, monk
     program.write_text("import os, sys; sys.exit(0 if os.environ['CROSS_RANK'] == '7' else 75)")
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
-    assert join.join(running_job.Wish(job=Path("../logs")), [sys.executable, str(program)]) == 0
+    assert running_job.join(running_job.Wish(job=Path("../logs")), [sys.executable, str(program)]) == 0
     assert "as node 7" in capfd.readouterr().out
 
 
@@ -400,7 +400,7 @@ def test_a_taken_node_id_is_tried_again_with_another(member, folder, capfd, monk
 )
 def test_a_host_that_does_not_fit_is_told_why(folder, change, said):
     with pytest.raises(ConfigError, match=said):
-        join.check(described(folder, **change), "", [])
+        running_job.check(described(folder, **change), "", [])
 
 
 @pytest.mark.parametrize(
@@ -415,26 +415,27 @@ def test_a_host_that_does_not_fit_is_told_why(folder, change, said):
 )
 def test_a_command_that_is_given_must_be_the_jobs(folder, given, fits):
     if fits:
-        join.check(described(folder), "", given)
+        running_job.check(described(folder), "", given)
     else:
         with pytest.raises(ConfigError, match="is not the job's, which is `s.py --lr 1`"):
-            join.check(described(folder), "", given)
+            running_job.check(described(folder), "", given)
 
 
 def test_a_module_needs_no_file(folder):
-    join.check(described(folder, command=["-m", "pkg.train", "--local_rank=0"]), "", ["-m", "pkg.train"])
+    running_job.check(described(folder, command=["-m", "pkg.train", "--local_rank=0"]), "", ["-m", "pkg.train"])
 
 
 def test_commands_and_environment_of_a_slot(folder):
     job = described(folder)
-    assert join.supervisor_command(["run"], job, 1, "/d.yaml") == [
+    assert running_job.supervisor_command(["run"], job, 1, "/d.yaml") == [
         "run", "--local_rank=1", "s.py", "--lr", "1", "--deadpool-config", "/d.yaml"
     ]  # fmt: skip
     without = described(folder, command=["s.py"])
-    assert join.supervisor_command(["run"], without, 1, "/d.yaml") == ["run", "s.py", "--deadpool-config", "/d.yaml"]
-    env = join.environment(job, 6, 1, {"OMP_NUM_THREADS": "4", "RANK": "99", "PATH": "p"})
+    command = running_job.supervisor_command(["run"], without, 1, "/d.yaml")
+    assert command == ["run", "s.py", "--deadpool-config", "/d.yaml"]
+    env = running_job.environment(job, 6, 1, {"OMP_NUM_THREADS": "4", "RANK": "99", "PATH": "p"})
     assert (env["NCCL_X"], env["OMP_NUM_THREADS"], env["PATH"], env["RANK"]) == ("job", "4", "p", "13")
-    assert roles.from_environment(env).place.node == 6
+    assert checks.place_of(env).node == 6
 
 
 def test_what_the_job_exports_leaves_out_everything_else():
@@ -464,7 +465,7 @@ def test_ids_are_above_all_that_ever_were():
 def run_launcher(*programs, hangup="SIG_DFL"):
     """`play_launcher` in a process of its own, with one child per program; `hangup`: what SIGHUP does to it."""
     code = (
-        "import os, signal, sys; from deadpool_plugin.launch.join import play_launcher;"
+        "import os, signal, sys; from deadpool_plugin.launch.running_job import play_launcher;"
         f"signal.signal(signal.SIGHUP, signal.{hangup});"  # the tests themselves may run under nohup
         "commands = [[sys.executable, '-c', text] for text in sys.argv[1:]];"
         "sys.exit(play_launcher(commands, [dict(os.environ)] * len(commands), os.getcwd()))"

@@ -13,7 +13,7 @@ import pytest
 from deadpool_plugin import run
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
-from deadpool_plugin.launch import roles
+from deadpool_plugin.launch import checks
 from deadpool_plugin.launch.argv import parse, supervised
 from deadpool_plugin.launch.job_files import ensure_secret, secret_of
 from deadpool_plugin.launch.worker import spell_local_rank
@@ -90,9 +90,9 @@ def test_activate_costs_a_script_next_to_nothing():
 
 
 def test_the_launchers_environment():
-    launch = roles.from_environment(environment(rank=5))
-    assert (launch.place.node, launch.place.nodes_total, launch.place.local_size, launch.local_rank) == (2, 4, 2, 1)
-    assert (launch.place.master_addr, launch.place.master_port) == ("10.0.0.1", 29500)
+    place = checks.place_of(environment(rank=5))
+    assert (place.node, place.nodes_total, place.local_size, place.local_rank) == (2, 4, 2, 1)
+    assert (place.master_addr, place.master_port) == ("10.0.0.1", 29500)
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -100,7 +100,7 @@ def test_a_missing_variable_is_named(name):
     environ = environment()
     del environ[name]
     with pytest.raises(ConfigError, match=name):
-        roles.from_environment(environ)
+        checks.place_of(environ)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_a_missing_variable_is_named(name):
 )  # fmt: skip
 def test_an_environment_that_contradicts_itself_is_refused(change, says):
     with pytest.raises(ConfigError, match=says):
-        roles.from_environment({**environment(), **change})
+        checks.place_of({**environment(), **change})
 
 
 def test_torchrun_is_refused_by_name():
     with pytest.raises(ConfigError, match="torchrun .*ends or restarts every worker.*deepspeed --hostfile"):
-        roles.from_environment({**environment(), "TORCHELASTIC_RUN_ID": "none"})
+        checks.place_of({**environment(), "TORCHELASTIC_RUN_ID": "none"})
 
 
 @pytest.mark.parametrize(
@@ -129,15 +129,15 @@ def test_torchrun_is_refused_by_name():
     ],
 )
 def test_too_many_spares(spares, says):
-    place = roles.from_environment(environment()).place
+    place = checks.place_of(environment())
     with pytest.raises(ConfigError, match=says):
-        roles.check_place(place, Config(spares=spares))
+        checks.check_place(place, Config(spares=spares))
 
 
 def test_spares_that_leave_a_host_are_accepted():
-    place = roles.from_environment(environment()).place
+    place = checks.place_of(environment())
     for spares in (0, 3, ["0"], ["host-a", "host-b"]):
-        roles.check_place(place, Config(spares=spares))
+        checks.check_place(place, Config(spares=spares))
 
 
 # ---- versions
@@ -153,14 +153,14 @@ def versions(**known):
 
 
 def test_versions():
-    roles.check_versions(versions(torch="2.9.0+cpu"))
-    roles.check_versions(versions(torch="2.9.0a0+145a3a7bda.nv25.10"))
-    roles.check_versions(versions(torch="3.0", deepspeed="0.18.1"))
+    checks.check_versions(versions(torch="2.9.0+cpu"))
+    checks.check_versions(versions(torch="2.9.0a0+145a3a7bda.nv25.10"))
+    checks.check_versions(versions(torch="3.0", deepspeed="0.18.1"))
     for wrong in ({}, {"torch": "2.8.1"}, {"torch": "2.9", "deepspeed": "0.17.9"}, {"torch": "weird"}):
         with pytest.raises(ConfigError):
-            roles.check_versions(versions(**wrong))
+            checks.check_versions(versions(**wrong))
     with pytest.raises(ConfigError, match="megatron-core 0.13.1"):
-        roles.check_versions(versions(**{"torch": "2.13.0", "megatron-core": "0.13.1"}))
+        checks.check_versions(versions(**{"torch": "2.13.0", "megatron-core": "0.13.1"}))
 
 
 # ---- secret

@@ -15,7 +15,7 @@ import pytest
 
 from deadpool_plugin import events
 from deadpool_plugin.cli.main import main
-from deadpool_plugin.launch import steward_protocol
+from deadpool_plugin.launch import steward
 from deadpool_plugin.launch.fate import TELLING, UNREACHABLE, Fate
 
 HOSTS = ["h1", "h2", "h3"]
@@ -26,7 +26,7 @@ ABANDONED = "the job is over, and no host says how it ended"
 
 
 def test_what_an_outcome_is_made_of_is_kept_however_long_a_log_is():
-    assert {*TELLING, *steward_protocol.FateEvent.__args__} <= {*events.FATE}
+    assert {*TELLING, *steward.FateEvent.__args__} <= {*events.FATE}
 
 
 def lost(*nodes, at=0.0):

@@ -19,9 +19,9 @@ from deadpool_plugin import config, events
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.output import say
-from deadpool_plugin.launch import job_files, launcher, remote, steward_protocol
+from deadpool_plugin.launch import job_files, launcher, steward
 from deadpool_plugin.launch.fate import Outcome
-from deadpool_plugin.launch.remote import shell_command
+from deadpool_plugin.launch.launcher import shell_command
 from deadpool_plugin.launch.request import Request
 
 SECRET = "a secret that is long enough"
@@ -163,15 +163,15 @@ def test_each_line_of_what_several_hosts_say_is_ours(capfd):
 def test_what_ssh_said_last_is_told_though_a_shared_connection_keeps_its_pipe(monkeypatch):
     """As with ControlPersist: the client ends, its master holds standard error."""
     master = "exec 3<&0; cat <&3 >/dev/null & echo 'no route' >&2; exit 255"
-    word = steward_protocol.Prepare("j", 0, "", b"", ["-m", "m"], {})
+    word = steward.Prepare("j", 0, "", b"", ["-m", "m"], {})
 
     async def scenario():
-        one = remote.Connection("h1", 0)
+        one = launcher.Connection("h1", 0)
         await asyncio.wait_for(one.prepare(["sh", "-c", master, "ssh"], word), 30)
         await one.close()
         return one.problem
 
-    monkeypatch.setattr(remote, "CLOSE_S", 0.2)
+    monkeypatch.setattr(launcher, "CLOSE_S", 0.2)
     assert asyncio.run(scenario()) == "no route"
 
 

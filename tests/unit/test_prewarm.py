@@ -14,8 +14,9 @@ from support import expect
 
 from deadpool_plugin.core import local
 from deadpool_plugin.host.spawning import spawn
-from deadpool_plugin.launch import prewarm as prewarm_module, standby
-from deadpool_plugin.launch.prewarm import Prewarm, tell_modules
+from deadpool_plugin.launch import standby
+from deadpool_plugin.launch.standby import Prewarm
+from deadpool_plugin.launch.worker import tell_modules
 from deadpool_plugin.transport.unix import LocalConnection, listen_unix
 
 
@@ -58,7 +59,7 @@ def hello_of_a_forked_process(monkeypatch, tmp_path, lost):
     device = (tmp_path / "nvidia-uvm").open("w")
     name = f"deadpool/test/{os.getpid()}/{tmp_path}"
     listener = listen_unix(name)
-    monkeypatch.setattr(prewarm_module, "_CUDA_DEVICE", device.name if lost else "/dev/none")
+    monkeypatch.setattr(standby, "_CUDA_DEVICE", device.name if lost else "/dev/none")
     monkeypatch.setenv("DEADPOOL_CONFIG", "")
     monkeypatch.setenv("DEADPOOL_SOCKET", name)
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -79,19 +80,19 @@ def hello_of_a_forked_process(monkeypatch, tmp_path, lost):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_process_that_inherits_an_initialised_cuda_is_executed_anew(monkeypatch, tmp_path, lost):
-    before = os.environ.get(prewarm_module.NVML_CHECK)
+    before = os.environ.get(standby.NVML_CHECK)
     order, command = hello_of_a_forked_process(monkeypatch, tmp_path, lost)
     assert order == 5
     assert (command == ["script.py", ""]) is lost
-    assert os.environ.get(prewarm_module.NVML_CHECK) == before, "the standby process's own"
+    assert os.environ.get(standby.NVML_CHECK) == before, "the standby process's own"
 
 
 def test_what_can_be_done_beforehand_is_done_after_the_imports_and_may_fail(monkeypatch):
     done: list[object] = []
-    monkeypatch.setattr(prewarm_module, "learned", done.append, raising=False)
+    monkeypatch.setattr(standby, "learned", done.append, raising=False)
     prewarm = Prewarm()
     tell = prewarm.ask(trains=False)
-    calls = [f"{prewarm_module.__name__}:{name}:a=/b:c" for name in ("is_not_there", "learned")]
+    calls = [f"{standby.__name__}:{name}:a=/b:c" for name in ("is_not_there", "learned")]
     telling = threading.Thread(target=tell_modules, args=(tell, calls))
     telling.start()
     heard_all(prewarm)
@@ -104,7 +105,7 @@ def test_what_can_be_done_beforehand_is_done_after_the_imports_and_may_fail(monk
 
 @pytest.mark.parametrize(("devices", "lost"), [(0, False), (1, True)])
 def test_a_torch_for_cuda_loses_nothing_in_a_fork_on_a_host_without_a_device(monkeypatch, devices, lost):
-    monkeypatch.setattr(prewarm_module, "_CUDA_CONTROL", "/nowhere")
+    monkeypatch.setattr(standby, "_CUDA_CONTROL", "/nowhere")
     cuda = SimpleNamespace(_is_in_bad_fork=lambda: True, device_count=lambda: devices)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    assert prewarm_module.cuda_is_lost() is lost
+    assert standby.cuda_is_lost() is lost

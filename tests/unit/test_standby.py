@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_plugin import plugin
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import local
 from deadpool_plugin.host.spawning import spawn
+from deadpool_plugin.launch import worker as program
 from deadpool_plugin.launch.standby import Standby
 from deadpool_plugin.launch.worker import become
 from deadpool_plugin.transport.unix import LocalConnection, listen_unix
@@ -106,7 +106,7 @@ def test_the_agent_hears_why_a_process_ends_before_its_script_begins(started, or
         def start(*_):
             raise OSError(28, "No space left on device\nand more")
 
-        plugin.start_live = plugin.start_following = start
+        program.start_live = program.start_following = start
 
     agent, _, listener = started(functools.partial(become, Config(), 0, ["script.py"]), breaks)
     agent.send(order)

@@ -22,7 +22,7 @@ from deadpool_plugin.agent.links import versions
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import files, proc
-from deadpool_plugin.launch import agent, job_files, steward, steward_protocol
+from deadpool_plugin.launch import agent, job_files, steward
 from deadpool_plugin.launch.steward import job_processes
 
 SECRET = b"a secret that is long enough"
@@ -38,7 +38,7 @@ class Host:
 
     def __init__(self, directory, patience_s=20.0, **changes):
         settings = f"output_dir: {directory / 'logs'}\npatience_s: {patience_s}\n"
-        word = steward_protocol.Prepare(job_files.new_job(), 1, settings, SECRET, ["s.py"], versions())
+        word = steward.Prepare(job_files.new_job(), 1, settings, SECRET, ["s.py"], versions())
         self.word = msgspec.structs.replace(word, **{**changes, "config": settings + changes.get("config", "")})
         self.folder, self.log = job_files.folder_of(self.word.job), directory / "logs" / "events.1.jsonl"
         (directory / "s.py").touch()
@@ -52,14 +52,14 @@ class Host:
         self.ready = self.hear()
 
     def say(self, word):
-        self.stdin.write(steward_protocol.encode(word))
+        self.stdin.write(steward.encode(word))
         self.stdin.flush()
 
     def hear(self):
         assert select.select([self.stdout], [], [], LIMIT_S)[0], "the steward says nothing"
         self.stdout.readline()
-        word = steward_protocol.decode(self.stdout.readline())
-        return self.hear() if isinstance(word, steward_protocol.Running) else word
+        word = steward.decode(self.stdout.readline())
+        return self.hear() if isinstance(word, steward.Running) else word
 
     def hear_next(self, word=None, within_s=LIMIT_S):
         """The next word, whatever it is; None if there is none. The launcher is not silent meanwhile."""
@@ -70,7 +70,7 @@ class Host:
             if word is not None:
                 self.say(word)
         self.stdout.readline()
-        return steward_protocol.decode(self.stdout.readline())
+        return steward.decode(self.stdout.readline())
 
     def start(self, code, *words):
         """A process of the job, known by the configuration it is given."""
@@ -116,15 +116,15 @@ def host(tmp_path):
 
 def test_only_the_owner_reads_what_it_puts_in_place_and_nothing_stays(host):
     one = host()
-    assert one.ready == steward_protocol.Ready(os.uname().nodename)
+    assert one.ready == steward.Ready(os.uname().nodename)
     assert one.folder.stat().st_mode & 0o777 == 0o700
     assert {path.name: path.stat().st_mode & 0o777 for path in one.folder.iterdir()} == {
         "config.yaml": 0o600, "secret": 0o600,
     }  # fmt: skip
     assert (one.folder / "secret").read_bytes() == SECRET
     assert (one.folder / "config.yaml").read_text() == one.word.config
-    one.say(steward_protocol.Tell(even_if_unseen=True))
-    assert one.hear() == steward_protocol.Told([], 0)
+    one.say(steward.Tell(even_if_unseen=True))
+    assert one.hear() == steward.Told([], 0)
     one.ended()
 
 
@@ -157,7 +157,7 @@ def test_it_tells_of_this_job_only(host, tmp_path):
     log = tmp_path / "logs" / "events.1.jsonl"
     log.write_bytes(events.encode(events.JobStopped(exit_code=86, node=1)))
     one = host()
-    fate: list[steward_protocol.FateEvent] = [
+    fate: list[steward.FateEvent] = [
         events.SwapPlanned(restore_step=3, lost_nodes=(0,), node=1),
         events.JobFinished(node=1),
     ]
@@ -165,8 +165,8 @@ def test_it_tells_of_this_job_only(host, tmp_path):
     with log.open("ab") as file:
         file.write(b"".join(map(events.encode, said)))
         file.write(b'{"event":"JobStopped","exit{"event":"JobStopped"}\n{"event":"JobFin')
-    one.say(steward_protocol.Tell(even_if_unseen=True))
-    assert one.hear() == steward_protocol.Told(fate, 0)
+    one.say(steward.Tell(even_if_unseen=True))
+    assert one.hear() == steward.Told(fate, 0)
     one.ended()
 
 
@@ -174,9 +174,9 @@ def test_it_tells_of_this_job_only(host, tmp_path):
 def test_it_tells_how_the_agent_ended_though_no_log_could_be_written(host, exit_code):
     one = host()
     job_files.exit_code_file(f"{one.folder}/config.yaml", 1).write_text(str(exit_code))
-    one.say(steward_protocol.Tell(even_if_unseen=True))
+    one.say(steward.Tell(even_if_unseen=True))
     ended = events.NodeEnded(exit_code=exit_code, node=1)
-    assert one.hear() == steward_protocol.Told([ended] if exit_code else [events.JobFinished(node=1), ended], 0)
+    assert one.hear() == steward.Told([ended] if exit_code else [events.JobFinished(node=1), ended], 0)
     one.ended()
 
 
@@ -202,13 +202,13 @@ def test_told_to_stop_it_asks_first_and_kills_who_does_not_listen(host):
     launcher = one.start(HEARS_NOTHING, IS_THE_LAUNCHER)
     bystander = subprocess.Popen([sys.executable, "-c", "input()", IS_THE_LAUNCHER], stdin=subprocess.PIPE)
     assert job_processes(one.folder).keys() == {asked.pid, deaf.pid, launcher.pid}
-    one.say(steward_protocol.Stop(60.0))
+    one.say(steward.Stop(60.0))
     assert asked.communicate(timeout=LIMIT_S)[0] == "SIGINT\n"
     assert deaf.poll() is launcher.poll() is None
-    one.say(steward_protocol.Stop(0.0))
+    one.say(steward.Stop(0.0))
     assert deaf.wait(LIMIT_S) == launcher.wait(LIMIT_S) == -signal.SIGKILL
-    one.say(steward_protocol.Tell())
-    assert one.hear() == steward_protocol.Told([], 2)
+    one.say(steward.Tell())
+    assert one.hear() == steward.Told([], 2)
     one.ended()
     assert bystander.poll() is None
     bystander.communicate(b"\n")
@@ -217,29 +217,29 @@ def test_told_to_stop_it_asks_first_and_kills_who_does_not_listen(host):
 def test_asked_to_tell_it_waits_for_the_end_of_a_job_that_goes_on(host):
     one = host()
     job = one.start(SAYS_ITS_SIGNAL)
-    one.say(steward_protocol.Tell())
+    one.say(steward.Tell())
     with pytest.raises(subprocess.TimeoutExpired):
         one.process.wait(1.5)
     assert job.poll() is None
     job.kill()
     job.wait()
-    assert one.hear() == steward_protocol.Told([], 0)
+    assert one.hear() == steward.Told([], 0)
     one.ended()
 
 
 def test_it_says_that_the_job_runs_and_has_formed_and_not_that_it_stands_still(host, tmp_path):
     one = host(patience_s=0.5)
     job = one.start(SAYS_ITS_SIGNAL)
-    one.say(steward_protocol.Alive())
-    assert one.hear_next() == steward_protocol.Running(formed=False)
+    one.say(steward.Alive())
+    assert one.hear_next() == steward.Running(formed=False)
     one.log.write_bytes(events.encode(events.NodeJoined(host="h", ranks=(0,), spare=False, node=1)))
-    while not (word := one.hear_next(steward_protocol.Alive())).formed:
-        assert word == steward_protocol.Running(formed=False)
+    while not (word := one.hear_next(steward.Alive())).formed:
+        assert word == steward.Running(formed=False)
     job.send_signal(signal.SIGSTOP)
-    while one.hear_next(steward_protocol.Alive(), 2.0) is not None:  # those on their way
+    while one.hear_next(steward.Alive(), 2.0) is not None:  # those on their way
         pass
     job.send_signal(signal.SIGCONT)
-    assert one.hear_next(steward_protocol.Alive()) == steward_protocol.Running(formed=True)
+    assert one.hear_next(steward.Alive()) == steward.Running(formed=True)
 
 
 def test_the_launchers_own_tools_are_not_the_job(host, monkeypatch):
@@ -248,9 +248,9 @@ def test_the_launchers_own_tools_are_not_the_job(host, monkeypatch):
     monkeypatch.setenv("DEADPOOL_TAG", f"launch.{one.word.job}.")
     tool = one.start(SAYS_ITS_SIGNAL)
     assert not job_processes(one.folder)
-    one.say(steward_protocol.Stop(0.0))
-    one.say(steward_protocol.Tell(even_if_unseen=True))
-    assert one.hear() == steward_protocol.Told([], 0) and tool.poll() is None
+    one.say(steward.Stop(0.0))
+    one.say(steward.Tell(even_if_unseen=True))
+    assert one.hear() == steward.Told([], 0) and tool.poll() is None
     one.ended()
 
 
@@ -330,7 +330,7 @@ def test_a_launcher_that_is_slow_before_the_job_starts_is_waited_for(host):
 
 
 def test_a_silence_before_the_job_starts_is_not_held_against_it(monkeypatch, tmp_path):
-    job, words = [set(), set(), {os.getpid()}, {os.getpid()}, set()], [None, None, None, steward_protocol.Tell(), None]
+    job, words = [set(), set(), {os.getpid()}, {os.getpid()}, set()], [None, None, None, steward.Tell(), None]
 
     class Slow:
         closed, heard_at = False, -math.inf
@@ -350,12 +350,12 @@ def test_a_silence_before_the_job_starts_is_not_held_against_it(monkeypatch, tmp
 def test_a_silent_launcher_is_a_lost_one(host):
     """Its connection still stands: its host has vanished."""
     one = host(config="on_launcher_loss: stop\n", patience_s=4.0)
-    one.say(steward_protocol.Alive())
+    one.say(steward.Alive())
     job = one.start(SAYS_ITS_SIGNAL)
     assert job.communicate(timeout=LIMIT_S)[0] == "SIGHUP\n"
     one.ended()
 
 
 def test_words_that_are_not_ours_are_passed_over():
-    assert steward_protocol.decode(b"Welcome to h1!\n") is None
-    assert steward_protocol.decode(steward_protocol.encode(steward_protocol.Stop(1.5))) == steward_protocol.Stop(1.5)
+    assert steward.decode(b"Welcome to h1!\n") is None
+    assert steward.decode(steward.encode(steward.Stop(1.5))) == steward.Stop(1.5)

@@ -11,7 +11,7 @@ import pytest
 
 SUPERVISES = """
 import os, signal, socket, sys
-from deadpool_plugin.launch.roles import from_environment
+from deadpool_plugin.launch.checks import place_of
 from deadpool_plugin.launch.supervisor import Supervisor
 
 def agent(fd):
@@ -20,7 +20,7 @@ def agent(fd):
     supervisor.recv(100)
     {ends}
 
-Supervisor(from_environment(), ["s.py"], "", signal.pause, lambda fd: lambda: agent(fd)).run()
+Supervisor(place_of(), ["s.py"], "", signal.pause, lambda fd: lambda: agent(fd)).run()
 """
 PLACE = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1",

@@ -8,10 +8,10 @@ from support.stand_in import fake
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
-from deadpool_plugin import plugin
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import local
 from deadpool_plugin.errors import GenerationChanged, Unsupported
+from deadpool_plugin.launch import worker
 from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.starting import UNKNOWN_STEPS_MAX, Starting
 
@@ -90,7 +90,7 @@ def test_a_swap_while_groups_are_made_is_no_error_of_the_script(monkeypatch):
         groups=fake(start=interrupted),
         wait_for_end=lambda: 3,
     )
-    monkeypatch.setattr(plugin, "_worker_context", lambda *_: context)
+    monkeypatch.setattr(worker, "_context", lambda *_: context)
     with pytest.raises(SystemExit) as ended:
-        plugin.start_live(fake(), Config(), local.RunRank(0, {}), 0)
+        worker.start_live(fake(), Config(), local.RunRank(0, {}), 0)
     assert ended.value.code == 3

@@ -1,7 +1,6 @@
 """Checks of the launcher's environment and of this host, before anything is started.
 
-Rules of this file: every mistake a user can make here gives a ConfigError that says what was found, what was expected
-and what to do; which rank runs where is worked out in agent/world.py once all hosts are known.
+Which rank runs where is worked out in agent/world.py once all hosts are known.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import metadata
-
-import msgspec
 
 from ..agent.world import Place, check_headroom, check_hosts
 from ..config import Config
@@ -27,15 +25,11 @@ OPTIONAL = {"megatron-core": (0, 14), "deepspeed": (0, 18)}
 _HOW = "start it by `deepspeed --hostfile HOSTS --module deadpool_plugin.run SCRIPT ...`"
 
 
-class Launch(msgspec.Struct, frozen=True):
-    """One supervisor's place in the launcher's world, spares counted like any host."""
+def place_of(environ: Mapping[str, str] = os.environ) -> Place:
+    """Read where the launcher has put this process.
 
-    place: Place
-    local_rank: int
-
-
-def from_environment(environ: Mapping[str, str] = os.environ) -> Launch:
-    """Raises: ConfigError if a variable is missing, they contradict each other, or the launcher cannot lose a host."""
+    Raises: ConfigError if a variable is missing, they contradict each other, or the launcher cannot lose a host.
+    """
     if "TORCHELASTIC_RUN_ID" in environ:
         raise ConfigError(
             "this process was started by torchrun (`accelerate launch` uses it, too), which ends or restarts every "
@@ -44,16 +38,14 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Launch:
             f"{_HOW}, or by `deadpool launch --hostfile HOSTS SCRIPT ...`",
         )
     local_size = _number(environ, "LOCAL_SIZE", "LOCAL_WORLD_SIZE")
-    world_size = _number(environ, "WORLD_SIZE")
-    rank, local_rank = _number(environ, "RANK"), _number(environ, "LOCAL_RANK")
+    world_size, rank, local_rank = (_number(environ, name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
     if local_size < 1 or world_size % local_size:
         raise ConfigError(
             f"WORLD_SIZE={world_size} with LOCAL_SIZE={local_size} on {os.uname().nodename}",
             "the same number of slots on every host",
             "correct `slots` in the hostfile",
         )
-    nodes_total = world_size // local_size
-    node = rank // local_size
+    nodes_total, node = world_size // local_size, rank // local_size
     stated = int(environ.get("CROSS_SIZE") or nodes_total), int(environ.get("CROSS_RANK") or node)
     if stated != (nodes_total, node) or rank % local_size != local_rank:
         raise ConfigError(
@@ -64,17 +56,16 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Launch:
     address = environ.get("MASTER_ADDR", "")
     if not address:
         raise ConfigError("MASTER_ADDR is not set", "the launcher's environment", _HOW)
-    return Launch(Place(node, nodes_total, local_size, address, _number(environ, "MASTER_PORT")), local_rank)
+    return Place(node, nodes_total, local_size, address, _number(environ, "MASTER_PORT"), local_rank)
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int:
-    for name in names:
-        value = environ.get(name)
-        if value is not None:
-            if not value.isdigit():
-                raise ConfigError(f"{name}={value}", "a number", _HOW)
-            return int(value)
-    raise ConfigError(f"{names[0]} is not set", "the environment the deepspeed launcher gives", _HOW)
+    name = next((name for name in names if name in environ), None)
+    if name is None:
+        raise ConfigError(f"{names[0]} is not set", "the environment the deepspeed launcher gives", _HOW)
+    if not environ[name].isdigit():
+        raise ConfigError(f"{name}={environ[name]}", "a number", _HOW)
+    return int(environ[name])
 
 
 def check_place(place: Place, config: Config) -> None:
@@ -95,9 +86,8 @@ def check_host(config: Config) -> None:
     if config.interface_address is not None:
         address_of(config.interface_address)
     check_headroom(config)
-    for field, path in (("output_dir", config.output_dir), ("witness", config.witness)):
-        if path is None:
-            continue
+    used = {"output_dir": config.output_dir} | ({} if config.witness is None else {"witness": config.witness})
+    for field, path in used.items():
         try:
             path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
@@ -112,11 +102,8 @@ def check_host(config: Config) -> None:
 def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:
     """Raises: ConfigError for a package that is missing or too old, and a kernel that is."""
     host = os.uname()
-    calls: dict[str, Callable[[], int]] = {
-        "pidfd_open": lambda: linux.pidfd_open(os.getpid()),  # processes watch each other
-        "memfd_create": lambda: linux.memfd_create("deadpool-check", linux.MFD_CLOEXEC),  # and share memory
-    }
-    for name, call in calls.items():
+    watch, share = partial(linux.pidfd_open, os.getpid()), partial(linux.memfd_create, "check", linux.MFD_CLOEXEC)
+    for name, call in (("pidfd_open", watch), ("memfd_create", share)):  # what processes do to each other
         try:
             os.close(call())
         except OSError as error:
