@@ -9,6 +9,7 @@ SIGHUP, or seen from our standard output, which nobody reads any more.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -114,11 +115,9 @@ class Supervisor:
                 return LocalConnection.to(self._socket)
             except ConnectionClosed as error:
                 if time.monotonic() > deadline:
-                    raise TransportError(
-                        f"no agent on this host after {CONNECT_S:g} s", "supervisor 0 to start it", "see its output"
-                    ) from error
-            ready, _, _ = select.select([self._signals], [], [], 0.02)
-            if ready:
+                    found = f"no agent on this host after {CONNECT_S:g} s"
+                    raise TransportError(found, "supervisor 0 to start it", "see its output") from error
+            if select.select([self._signals], [], [], 0.02)[0]:
                 self._finish(128 + os.read(self._signals, 1)[0])
 
     def _start_standby(self) -> None:
@@ -164,20 +163,18 @@ class Supervisor:
 
     def _hear(self) -> int:
         """Return the exit code the agent wants (it may have said so before it ended); without one this node is out."""
-        connection = present(self._connection, "there is no agent to hear")
-        try:
+        with contextlib.suppress(ConnectionClosed):
             while True:
-                message, _ = connection.recv()
+                message, _ = present(self._connection, "there is no agent to hear").recv()
                 if isinstance(message, local.End):
                     return message.exit_code
-        except ConnectionClosed:
-            return EXIT_FENCED
+        return EXIT_FENCED
 
     def _leave(self, number: int) -> None:
         """Leave, told by a signal: the agent has a moment to tell the others and to say how."""
         self._tell(local.Leaving(number))
-        within_s = LEAVE_S + (SIGTERM_S if number == signal.SIGTERM else 0.0)
         if not self._left_for or number != signal.SIGTERM:
+            within_s = LEAVE_S + (SIGTERM_S if number == signal.SIGTERM else 0.0)
             self._left_for, self._leave_by = number, time.monotonic() + within_s
 
     def _finish(self, exit_code: int) -> NoReturn:
