@@ -164,14 +164,6 @@ class Config(BaseModel):
         return self.heartbeat_interval_s / 4
 
     @property
-    def header_bytes(self) -> int:
-        return self.header_kib * 1024
-
-    @property
-    def recording_limit_bytes(self) -> int:
-        return self.recording_limit_mib * MIB
-
-    @property
     def history_limit_bytes(self) -> int:
         return self.history_limit_mib * MIB
 

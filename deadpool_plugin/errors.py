@@ -28,12 +28,13 @@ WHOLE_STEP = "put the whole iteration into a function under @deadpool_plugin.ste
 
 
 class DeadpoolError(Exception):
-    """Base of the family. `DeadpoolError(found, expected, remedy)` joins the three into one line."""
+    """Base of the family; joins the three into one line."""
 
     exit_code = 1
 
-    def __init__(self, found: str, expected: str = "", remedy: str = "") -> None:
+    def __init__(self, found: str, expected: str = "", remedy: str = "", *, exit_code: int | None = None) -> None:
         self.found, self.expected, self.remedy = found, expected, remedy
+        self.exit_code = self.exit_code if exit_code is None else exit_code
         parts = (found, expected and f"expected {expected}", remedy and f"to do: {remedy}")
         super().__init__("; ".join(filter(None, parts)))
 
@@ -79,10 +80,6 @@ class NodeTaken(DeadpoolError):
 
 class AlreadyEnded(DeadpoolError):
     """This host wanted to join a job that is over. `exit_code`: the job's own, 1 where no member has told it."""
-
-    def __init__(self, found: str, expected: str = "", remedy: str = "", *, exit_code: int = 1) -> None:
-        super().__init__(found, expected, remedy)
-        self.exit_code = exit_code
 
 
 class StaleGeneration(DeadpoolError):

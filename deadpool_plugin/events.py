@@ -5,8 +5,10 @@ which keep the newest only.
 
 Rules of this file: events are frozen plain data, names in the past tense, units last; every event says when (epoch
 seconds), on which node and in which generation. Durations are measured with a monotonic clock by whoever reports
-them. Those of the protocol are defined in core/events.py. May import errors and core/events.py only.
+them. May import errors and core/events.py, which has those of the protocol.
 """
+
+# ruff: noqa: F403, F405
 
 from __future__ import annotations
 
@@ -16,29 +18,7 @@ from typing import TypeVar, Union
 
 import msgspec
 
-from .core.events import (
-    ContactLost as ContactLost,
-    ContactRegained as ContactRegained,
-    Event as Event,
-    HostJoined as HostJoined,
-    JobFinished as JobFinished,
-    JobStopped as JobStopped,
-    Mirrored as Mirrored,
-    NodeFenced as NodeFenced,
-    NodeLost as NodeLost,
-    Note as Note,
-    Protected as Protected,
-    RankLost as RankLost,
-    SpareReady as SpareReady,
-    StepCommitted as StepCommitted,
-    StepsUndone as StepsUndone,
-    SwapDone as SwapDone,
-    SwapPlanned as SwapPlanned,
-    TrainingStarted as TrainingStarted,
-    Unprotected as Unprotected,
-    WaitingForHost as WaitingForHost,
-    WorldFormed as WorldFormed,
-)
+from .core.events import *  # all of them are here, too
 from .errors import invariant
 
 E = TypeVar("E", bound=Event)
@@ -176,7 +156,6 @@ FATE = (
 
 
 def log_of(folder: Path, node: int) -> Path:
-    """The log of `node`."""
     return folder / f"events.{node}.jsonl"
 
 

@@ -2,7 +2,7 @@
 
 The DeepSpeed configuration that a script is given on its command line may say the same as `--deadpool-config FILE` in
 its section `"deadpool": {"config": FILE}`; the two may not disagree. A configuration that a script makes up itself is
-not seen here: such a job is given the flag.
+not seen here.
 Rules of this file: no argparse, because everything that is not ours belongs to the user's script and may look like
 anything; no torch, no DeepSpeed, no imports that cost.
 """
@@ -42,8 +42,7 @@ class CommandLine(NamedTuple):
 def activate() -> None:
     """Become, in a plain process whose command line names our configuration, the supervisor that runs it again.
 
-    In a worker, or without a configuration: nothing. Must be the script's first statement: before torch is imported,
-    before a thread is started.
+    In a worker, or without a configuration: nothing.
     """
     words = sys.argv[1:]
     if "DEADPOOL_SOCKET" in os.environ:
@@ -55,14 +54,12 @@ def activate() -> None:
 
 
 def supervised(original: list[str], script_words: int) -> list[str]:
-    """Turn `python OPTIONS SCRIPT ARGUMENTS...` into `python OPTIONS -m deadpool_plugin.run SCRIPT ARGUMENTS...`
-
-    Args: original: as sys.orig_argv. script_words: the number of its last words, the script and its arguments.
-    """
-    options, script = original[1 : len(original) - script_words], original[len(original) - script_words :]
-    if options[-1:] == ["-m"]:
-        options, script = options[:-1], ["-m", *script]
-    return [original[0], *options, "-m", RUN, *script]
+    """Turn `python OPTIONS SCRIPT ARGUMENTS...`, its last `script_words` words being the script and its arguments, into
+    `python OPTIONS -m deadpool_plugin.run SCRIPT ARGUMENTS...`."""
+    python, script = original[:-script_words], original[-script_words:]
+    if python[-1] == "-m":
+        python, script = python[:-1], ["-m", *script]
+    return [*python, "-m", RUN, *script]
 
 
 def parse(arguments: Sequence[str]) -> CommandLine:
@@ -83,11 +80,8 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     if not job_of(config):  # else it was agreed on where the job began
         section = named_config(rest[head:])
         if config and section and Path(config).resolve() != Path(section).resolve():
-            raise ConfigError(
-                f"{FLAG} names {config}, the DeepSpeed configuration's {SECTION} section names {section}",
-                "one file",
-                "remove the flag or the section",
-            )
+            found = f"{FLAG} names {config}, the DeepSpeed configuration's {SECTION} section names {section}"
+            raise ConfigError(found, "one file", "remove the flag or the section")
         config = config or section
     return CommandLine(rest[:head] + launchers + rest[head:], config)
 
@@ -98,7 +92,6 @@ def head_of(command: Sequence[str]) -> int:
 
 
 def launchers_words(words: Sequence[str]) -> list[str]:
-    """Return launch.py's own among the first ones."""
     return list(itertools.takewhile(lambda word: word.startswith(("--local_rank=", "--local-rank=")), words))
 
 
@@ -126,7 +119,7 @@ def take_flag(words: Sequence[str]) -> tuple[list[str], str]:
             config.append(arguments.pop(0))
         elif argument.startswith(FLAG + "="):
             config.append(argument.partition("=")[2])
-        elif argument.startswith(("--deadpool", "-deadpool")) or _is_misspelt(argument):
+        elif argument.startswith(("--deadpool", "-deadpool")) or (argument.startswith("--de") and _is_like(argument)):
             # Meant for us: a script that takes unknown options would train with the defaults.
             raise ConfigError(f"the option {argument}", f"`{FLAG} FILE`", "correct its name")
         else:
@@ -136,9 +129,7 @@ def take_flag(words: Sequence[str]) -> tuple[list[str], str]:
     return rest, config[0] if config else ""
 
 
-def _is_misspelt(argument: str) -> bool:
-    if not argument.startswith("--de"):
-        return False
+def _is_like(argument: str) -> bool:
     from difflib import get_close_matches
 
     name = argument.partition("=")[0].replace("_", "-")
@@ -157,16 +148,12 @@ def named_config(words: Sequence[str]) -> str:
             continue
         named = section.get("config") if isinstance(section, dict) else None
         if not isinstance(named, str) or not named or set(section) != {"config"}:
-            raise ConfigError(
-                f'{path}: "{SECTION}" is {json.dumps(section)}', f'"{SECTION}": {{"config": FILE}}', "correct it"
-            )
+            expected = f'"{SECTION}": {{"config": FILE}}'
+            raise ConfigError(f'{path}: "{SECTION}" is {json.dumps(section)}', expected, "correct it")
         found[named] = path
     if len(found) > 1:
-        raise ConfigError(
-            f"the DeepSpeed configurations {' and '.join(found.values())} name {' and '.join(found)}",
-            "one file in their deadpool sections",
-            "remove all but one",
-        )
+        several = f"the DeepSpeed configurations {' and '.join(found.values())} name {' and '.join(found)}"
+        raise ConfigError(several, "one file in their deadpool sections", "remove all but one")
     return next(iter(found), "")
 
 

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -29,6 +30,7 @@ LAUNCHERS = {
     **dict.fromkeys(("openmpi", "mpich", "impi", "mvapich"), _USE_PDSH),
 }
 """deepspeed's launchers that a lost host would end -> what to do instead."""
+_TUNING = "tune with `deepspeed`, train with `deadpool launch`"
 _HOSTFILE = re.compile(r"-H|--hostf(i|il|ile)?(=|$)")
 
 
@@ -58,7 +60,15 @@ def read(words: Sequence[str]) -> Request:
 
     rest, config = take_flag(words)
     args = runner.parse_args(rest)  # which would take our flag for its own, if it stood before the script
-    check(args)
+    launcher, no_python = f"--launcher is {args.launcher}", "--no_python starts a program that is not Python"
+    instead = LAUNCHERS.get(args.launcher.lower(), "")
+    for wrong, found, expected, remedy in (
+        (instead, launcher, "a launcher that outlives a host", instead),
+        (args.no_python, no_python, "a Python script or module, which our processes run", "leave it out"),
+        (args.autotuning, "--autotuning starts many jobs", "one job", _TUNING),
+    ):
+        if wrong:
+            raise Unsupported(found, expected, remedy)
     options = rest[: len(rest) - 1 - len(args.user_args)] + ([] if args.module else ["--module"])
     user_args = [*args.user_args, *([FLAG, config] if config else [])]
     script = [args.user_script, *user_args]
@@ -71,38 +81,21 @@ def read(words: Sequence[str]) -> Request:
     return Request(options, line.command, line.config, hosts, args.ssh_port, args.venv_script, slots)
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises: Unsupported."""
-    remedy = LAUNCHERS.get(args.launcher.lower())
-    if remedy is not None:
-        raise Unsupported(f"--launcher is {args.launcher}", "a launcher that outlives a host", remedy)
-    if args.no_python:
-        expected = "a Python script or module, which our processes run"
-        raise Unsupported("--no_python starts a program that is not Python", expected, "leave it out")
-    if args.autotuning:
-        remedy = "tune with `deepspeed`, train with `deadpool launch`"
-        raise Unsupported("--autotuning starts many jobs", "one job", remedy)
-
-
-def slots_of(args: argparse.Namespace, runner: object, is_named: bool) -> list[tuple[str, int]]:
+def slots_of(args: argparse.Namespace, runner: Any, is_named: bool) -> list[tuple[str, int]]:
     """List the hosts that deepspeed will use, each with its slots; none without a hostfile. Raises: ConfigError."""
-    if is_named and not os.path.isfile(args.hostfile):
-        raise ConfigError(
-            f"there is no hostfile {args.hostfile}",
-            "a file with a line `host slots=8` for each host",
-            "correct --hostfile; deepspeed would train on this host alone",
-        )
+    file = args.hostfile
+    if is_named and not os.path.isfile(file):
+        remedy = "correct --hostfile; deepspeed would train on this host alone"
+        raise ConfigError(f"there is no hostfile {file}", "a file with a line `host slots=8` for each host", remedy)
     try:
-        pool = runner.fetch_hostfile(args.hostfile)  # type: ignore[attr-defined]
-        if not pool:
-            return []
-        found = runner.parse_inclusion_exclusion(pool, args.include, args.exclude)  # type: ignore[attr-defined]
+        pool = runner.fetch_hostfile(file)
+        found = runner.parse_inclusion_exclusion(pool, args.include, args.exclude) if pool else {}
     except ValueError as error:
         lines = "lines of the form `host slots=8`, each host once"
-        raise ConfigError(f"{args.hostfile}: {error}", lines, "correct that line") from error
+        raise ConfigError(f"{file}: {error}", lines, "correct that line") from error
     if options := ", ".join(name for name in found if name.startswith("-")):
         names = "host names, which do not begin with `-`"
-        raise ConfigError(f"{args.hostfile} names {options}", names, "correct the first word of that line")
+        raise ConfigError(f"{file} names {options}", names, "correct the first word of that line")
     slots = [(host, args.num_gpus if args.num_gpus > 0 else len(numbers)) for host, numbers in found.items()]
     return slots[: args.num_nodes] if args.num_nodes > 0 else slots
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..config import Config
+from ..config import MIB, Config
 from ..core import local
 from ..errors import DeadpoolError, GenerationChanged
 from ..host.output import say
@@ -74,7 +74,7 @@ def start_live(connection: LocalConnection, config: Config, order: local.RunRank
         context.groups.start(start.generation, start.store)
     except GenerationChanged:  # the world it was for is over, and another process will begin the script
         raise SystemExit(context.wait_for_end()) from None
-    context.mode = starting = Starting(context, order.rank, config.header_bytes)
+    context.mode = starting = Starting(context, order.rank, config.header_kib * 1024)
     starting.watch()
     return context
 
@@ -114,7 +114,7 @@ def _context(connection: LocalConnection, config: Config, local_rank: int, rehea
     from ..worker.context import Context
     from ..worker.link import AgentLink
 
-    groups = Groups(config.recording_limit_bytes, config.phase_timeout_s)
+    groups = Groups(config.recording_limit_mib * MIB, config.phase_timeout_s)
     link = AgentLink(connection, groups.generations)
     context = Context(link, groups, [MegatronAdapter(), DeepSpeedAdapter()], local_rank=local_rank)
 
