@@ -6,6 +6,8 @@ our own bugs and survive `python -O`. May import nothing of this package.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TypeVar, cast
 
 T = TypeVar("T")
@@ -112,6 +114,15 @@ class GenerationChanged(BaseException):
 def shell_code(exit_code: int) -> int:
     """A child's exit code as a shell says it: 128 + N, not -N, if signal N has ended it."""
     return exit_code if exit_code >= 0 else 128 - exit_code
+
+
+@contextlib.contextmanager
+def refusing(found: str, expected: str, remedy: str) -> Iterator[None]:
+    """Turn an OSError of the block into a ConfigError that has its reason, too."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{found} ({error.strerror})", expected, remedy) from error
 
 
 def invariant(condition: object, message: str) -> None:

@@ -186,5 +186,4 @@ def stamped(event: E, *, node: int, generation: int) -> E:
 
 
 def encode(event: Event) -> bytes:
-    """One JSON line, newline included."""
     return msgspec.json.encode(event) + b"\n"

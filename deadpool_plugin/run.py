@@ -24,7 +24,6 @@ _YIELD_S = 2.0
 
 
 def main() -> NoReturn:
-    """Entry point; never returns."""
     try:
         line = parse(sys.argv[1:])
         config, place = load(line.config), checks.place_of()

@@ -149,7 +149,6 @@ class JobView:
         return idle_s if idle_s >= max(SLOW_S, SLOW_STEPS * usual_s) else 0.0
 
     def doing(self, now: float) -> Doing:
-        """Describe the job in one word."""
         if self.outcome:
             return "ended" if self.over(now) else "ending"
         if not self.nodes:
@@ -183,7 +182,6 @@ class JobView:
         return "rehearsing" if self.training and not node.cannot and node.ready_for != tasks else "spare"
 
     def rows(self) -> list[Row]:
-        """List every node that has been in the job, by number."""
         rows = []
         for number in sorted(self.nodes.keys() | self.fate.replaced):
             node = self.nodes[number]

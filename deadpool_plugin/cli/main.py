@@ -43,7 +43,6 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
         if not words:

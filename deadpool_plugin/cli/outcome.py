@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from .. import events
-from ..errors import EXIT_RUNNING, ConfigError
+from ..errors import EXIT_RUNNING, ConfigError, refusing
 from ..host.output import say
 from ..launch.fate import FAILED, UNREAD, Fate
 
@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say what became of the job; its exit code. Raises: ConfigError."""
     last = last_job(args.output_dir)
     if last is None:
         raise ConfigError(
@@ -89,11 +88,8 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_RUNNING
     hosts: list[str] = []
     if args.hostfile is not None:
-        try:
+        with refusing(f"{args.hostfile} cannot be read", "the job's hostfile", "check the path"):
             lines = [line.split() for line in args.hostfile.read_text().splitlines()]
-        except OSError as error:
-            found = f"{args.hostfile} cannot be read ({error.strerror})"
-            raise ConfigError(found, "the job's hostfile", "check the path") from error
         hosts = [words[0] for words in lines if words and not words[0].startswith("#")]
     code, may_run = (FAILED, UNREAD) if args.otherwise is None else (args.otherwise, "")
     concluded = fate.by_logs(hosts, code, may_run)

@@ -126,7 +126,6 @@ def _nodes(rows: list[Row], room: int) -> Iterator[RenderableType]:
 
 
 def headline(view: JobView, now: float) -> str:
-    """Describe what the job is doing, in a few words."""
     match view.doing(now):
         case "ending":
             return f"{view.outcome}; some hosts are still at work"
@@ -215,7 +214,6 @@ class PlainLines:
         self._doing, self._stalled_s = ("", ""), 0.0
 
     def update(self, view: JobView, now: float) -> list[str]:
-        """Return the lines to print now."""
         fresh = min(view.lines_total - self._said, len(view.lines))
         if fresh < 0:  # another job has begun in the folder
             fresh = len(view.lines)

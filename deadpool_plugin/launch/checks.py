@@ -14,7 +14,7 @@ from importlib import metadata
 
 from ..agent.world import Place, check_headroom, check_hosts
 from ..config import Config
-from ..errors import ConfigError
+from ..errors import ConfigError, refusing
 from ..host.interfaces import address_of
 from ..transport import linux
 
@@ -88,15 +88,13 @@ def check_host(config: Config) -> None:
     check_headroom(config)
     used = {"output_dir": config.output_dir} | ({} if config.witness is None else {"witness": config.witness})
     for field, path in used.items():
-        try:
+        with refusing(
+            f"{field} {path.absolute()} cannot be used on {os.uname().nodename}",
+            "a directory that can be made and written to on every host",
+            "name another one, or make it",
+        ):
             path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
-        except OSError as error:
-            raise ConfigError(
-                f"{field} {path.absolute()} cannot be used on {os.uname().nodename} ({error.strerror})",
-                "a directory that can be made and written to on every host",
-                "name another one, or make it",
-            ) from error
 
 
 def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:
@@ -104,14 +102,12 @@ def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:
     host = os.uname()
     watch, share = partial(linux.pidfd_open, os.getpid()), partial(linux.memfd_create, "check", linux.MFD_CLOEXEC)
     for name, call in (("pidfd_open", watch), ("memfd_create", share)):  # what processes do to each other
-        try:
+        with refusing(
+            f"the system call {name} fails on {host.nodename}, Linux {host.release}",
+            "Linux 5.3 or newer, and a container that may use the call",
+            "upgrade the kernel, or let the container's seccomp profile allow it",
+        ):
             os.close(call())
-        except OSError as error:
-            raise ConfigError(
-                f"the system call {name} fails on {host.nodename}, Linux {host.release} ({error.strerror})",
-                "Linux 5.3 or newer, and a container that may use the call",
-                "upgrade the kernel, or let the container's seccomp profile allow it",
-            ) from error
     for package, oldest in {**REQUIRED, **OPTIONAL}.items():
         wanted = f"{package} {oldest[0]}.{oldest[1]} or newer"
         try:

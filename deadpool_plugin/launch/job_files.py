@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from ..errors import ConfigError, refusing
 from ..host import files, output
 
 if TYPE_CHECKING:
@@ -54,21 +54,16 @@ def exit_code_file(config: str, node: int) -> Path:
 def installed(job: str, config: str, secret: bytes = b"") -> Iterator[Path]:
     """Keep the job's folder, with configuration and secret, as long as the block runs. Raises: ConfigError."""
     folder = folder_of(job)
-    try:
+    with refusing(f"{folder} cannot be made", "a folder of our own", "try again"):
         folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made ({error.strerror})", "a folder of our own", "try again") from error
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         found = f"{folder} belongs to another user, or others can read it"
         raise ConfigError(found, "a folder of our own", "try again")
     try:
         for name, content in (*([(SECRET, secret)] if secret else []), (CONFIG, config.encode())):
-            try:
+            with refusing(f"{folder / name} cannot be written", f"room in {folder}", "make some"):
                 files.put(folder / name, content, 0o600)
-            except OSError as error:
-                found = f"{folder / name} cannot be written ({error.strerror})"
-                raise ConfigError(found, f"room in {folder}", "make some") from error
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -100,18 +95,16 @@ def _secret_beside(config: str) -> Path | None:
 def ensure_secret(config: Config) -> bytes:
     """Return the secret of `config.secret_file`; the default file is made if it is absent. Raises: ConfigError."""
     path = config.secret_path
-    try:
+    with refusing(
+        f"secret_file {path} cannot be read on {os.uname().nodename}",
+        "a file with the job's secret, the same on every host",
+        f"`head -c 32 /dev/urandom | base64 > {path}; chmod 600 {path}`, or name another one",
+    ):
         if "secret_file" not in config.model_fields_set and not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             files.put_once(path, f"{secrets.token_urlsafe(32)}\n".encode())
         status = path.stat()
         secret = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"secret_file {path} cannot be read on {os.uname().nodename} ({error.strerror})",
-            "a file with the job's secret, the same on every host",
-            f"`head -c 32 /dev/urandom | base64 > {path}; chmod 600 {path}`, or name another one",
-        ) from error
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
             f"secret_file {path} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}",

@@ -182,7 +182,6 @@ class Launcher:
         return shell_code(await running)
 
     def _settle(self) -> None:
-        """Note the outcome once it is known, and end what is left of the job."""
         fate, hosts = self._fate(), self._request.hosts
         since = time.monotonic() - STANDING_STILL * self._config.silent_after_s
         running = {one.node for one in self._stewards if one.ran_at > since}
@@ -343,7 +342,6 @@ class Connection:
                 await self._ssh.wait()
 
     async def _words(self) -> AsyncIterator[Said]:
-        """Read until the end of the connection."""
         async for line in self._stdout:
             if (word := decode(line)) is not None:
                 yield word

@@ -264,7 +264,6 @@ def configured(job: FoundJob) -> Iterator[str]:
 
 
 def check(description: JobDescription, config: str, command: Sequence[str]) -> None:
-    """Refuse a host that cannot take part. Raises: ConfigError."""
     member = next((hello for hello in description.hellos if hello.node == description.node), description.hellos[0])
     here, digest = os.uname().nodename, load(config).digest()
     checks.check_versions()

@@ -99,7 +99,6 @@ class Prewarm:
             self._pipe = -1
 
     def resume(self) -> None:
-        """Go on importing."""
         if self._names and self._thread is None:
             self._pausing.clear()
             self._thread = threading.Thread(target=self._run, name="deadpool-prewarm")
@@ -216,7 +215,6 @@ class Standby:
         self._prewarm.resume()
 
     def _become(self, order: local.RunRank, tell: int, parent: int) -> NoReturn:
-        """Be the forked process, which never returns into the loop above."""
         try:
             die_with_parent(signal.SIGKILL, parent)
             signal.set_wakeup_fd(-1)

@@ -115,7 +115,6 @@ def encode(word: Word) -> bytes:
 
 
 def decode(line: bytes) -> Said | None:
-    """Read a line; None if it is none of ours."""
     with contextlib.suppress(msgspec.DecodeError):
         return _said.decode(line)
     return None
@@ -265,7 +264,6 @@ def _began(pid: int) -> int:
 
 
 def main() -> int:
-    """Entry point; the exit code."""
     ear = Ear(sys.stdin.fileno())
     deadline = time.monotonic() + PREPARE_S
     prepare = None

@@ -178,7 +178,6 @@ class Supervisor:
             self._left_for, self._leave_by = number, time.monotonic() + within_s
 
     def _finish(self, exit_code: int) -> NoReturn:
-        """Kill what is left of the slot, let the agent end, exit."""
         if self._standby:
             os.kill(self._standby, signal.SIGKILL)
             os.waitpid(self._standby, 0)
