@@ -149,7 +149,7 @@ def _place(args: argparse.Namespace, remedy: str) -> Iterator[Wish]:
             last = outcome.last_job(folder)
         if last is None or not last[0].ended() or (last[0].at_work() and last[1] < outcome.SILENT_S):
             raise
-        ended = f"{outcome.span(last[1])} ago: {last[0].by_logs()}"
+        ended = f"{outcome.span(last[1])} ago: {last[0].outcome(by_logs=True)}"
         found = f"no running job is found in {folder}; the last one there ended {ended}"
         raise ConfigError(found, "a job that runs", remedy) from error
 

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             lines = [line.split() for line in args.hostfile.read_text().splitlines()]
         hosts = [words[0] for words in lines if words and not words[0].startswith("#")]
     code, may_run = (FAILED, UNREAD) if args.otherwise is None else (args.otherwise, "")
-    concluded = fate.by_logs(hosts, code, may_run)
+    concluded = fate.outcome(hosts, code, may_run, by_logs=True)
     say(str(concluded))
     return concluded.exit_code
 

@@ -130,7 +130,7 @@ def headline(view: JobView, now: float) -> str:
         case "ending":
             return f"{view.outcome}; some hosts are still at work"
         case "ended":
-            return str(view.fate.by_logs())
+            return str(view.fate.outcome(by_logs=True))
         case "silent":
             silent = span(now - view.heard_at)
             return f"no event for {silent}: the job is gone, or its hosts cannot write to its output_dir"

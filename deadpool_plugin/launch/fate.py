@@ -56,7 +56,7 @@ class Fate:
         self.tellers = set(told or ())
 
     def add(self, event: events.Event) -> None:
-        """Note `event`; kinds that are not TELLING change nothing here."""
+        """Note `event`, of whatever kind."""
         self.tellers.add(event.node)
         match event:
             case events.NodeJoined():
@@ -81,30 +81,27 @@ class Fate:
 
     def outcome(
         self,
-        hosts: Sequence[str],
-        launcher_code: int,
+        hosts: Sequence[str] = (),
+        otherwise: int = FAILED,
         may_run: str = UNREACHABLE,
-        silent: Collection[int] = (),
+        by_logs: bool = False,
     ) -> Outcome:
         """Conclude how a job ended that is over.
 
-        Args: hosts: those of the hostfile. launcher_code: deepspeed's, if nobody says anything of the job. may_run:
-            said if all who answer have left the job, and others may go on; "" if they cannot. silent: lost nodes.
+        Args: hosts: those of the hostfile. otherwise: the exit code if nobody says anything of the job. may_run: said
+            if all who answer have left the job, and others may go on; "" if they cannot. by_logs: what was told is
+            the nodes' logs, so that hosts without a last word in theirs are lost.
         """
-        nodes = range(len(hosts))
+        nodes, silent = range(len(hosts)), self.silent() if by_logs else set()
         found = self._finished() or self._stopped()
-        lost = self.removed | self._named_by_the_verdict() | (set(nodes) - self.tellers) | {*silent}
+        lost = self.removed | self._named_by_the_verdict() | (set(nodes) - self.tellers) | silent
         if found is None and (found := self._abandoned(nodes)):
-            lost = self.replaced | {*silent}
+            lost = self.replaced | silent
         if found is None and may_run and not self.tellers - self.removed:
             return Outcome(EXIT_RUNNING, may_run)
-        code, what, _ = found or Outcome(launcher_code or FAILED, "the job did not finish")
+        code, what, _ = found or Outcome(otherwise or FAILED, "the job did not finish")
         names = self.hosts | dict(enumerate(hosts))
         return Outcome(code, named(what, names), [names.get(node, f"node {node}") for node in sorted(lost)])
-
-    def by_logs(self, hosts: Sequence[str] = (), code: int = FAILED, may_run: str = UNREACHABLE) -> Outcome:
-        """Conclude as `outcome` does, from the nodes' logs: hosts without a last word in theirs are lost, too."""
-        return self.outcome(hosts, code, may_run, self.silent())
 
     def ended(self) -> Outcome | None:
         """Find how the job has ended, as far as its nodes say; None if it has not."""

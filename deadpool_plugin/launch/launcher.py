@@ -157,14 +157,12 @@ class Launcher:
         listening = [asyncio.create_task(one.listen(self._changed)) for one in self._stewards]
         asked_all = False
         while not running.done() or not all(one.over for one in self._stewards):
-            if not running.done():
-                self._end_unformed()
-            elif not asked_all:
+            if running.done() and not asked_all:
                 asked_all = True
                 self._tell(Tell(even_if_unseen=True))
                 if self._config.on_launcher_loss == "stop":
                     self._end(self._config.phase_timeout_s)
-            self._settle()
+            self._settle(running.done())
             # A host whose processes stand still never returns, and its sshd keeps deepspeed's connection alive.
             if time.monotonic() >= self._deadline:
                 if left := ", ".join(one.host for one in self._stewards if not one.over):
@@ -181,29 +179,28 @@ class Launcher:
         proc.sweep(self._tag)
         return shell_code(await running)
 
-    def _settle(self) -> None:
+    def _settle(self, has_returned: bool) -> None:
+        """Note the outcome once it is known, and end what is left of the job. `has_returned`: deepspeed."""
+        if self._interrupted:
+            return
         fate, hosts = self._fate(), self._request.hosts
+        has_formed = self._has_formed() or fate.hosts or fate.finished
+        # A host that has ended before the job formed keeps the others waiting for it: end them, too.
+        if fate.tellers and not (has_formed or has_returned or self._unformed):
+            ended = ", ".join(hosts[node] for node in sorted(fate.tellers))
+            code = max(fate.codes.values(), default=0) or FAILED
+            self._unformed = Outcome(code, f"{ended} ended before the job formed")
+            say(f"{self._unformed.what}: ending it on the other hosts")
+            proc.sweep(self._tag)
+            self._end(0.0)
         since = time.monotonic() - STANDING_STILL * self._config.silent_after_s
         running = {one.node for one in self._stewards if one.ran_at > since}
-        if self._settled is None and not self._interrupted and fate.settled(running, len(hosts)):
+        if self._settled is None and fate.settled(running, len(hosts)):
             self._settled = fate.outcome(hosts, 0)
             self._end(self._config.phase_timeout_s)
 
     def _has_formed(self) -> bool:
         return any(one.formed for one in self._stewards)
-
-    def _end_unformed(self) -> None:
-        """A host that has ended before the job formed keeps the others waiting for it: end them, too."""
-        fate = self._fate()
-        formed = self._has_formed() or fate.hosts or fate.finished
-        if self._unformed or formed or not fate.tellers or self._interrupted:
-            return
-        hosts = ", ".join(self._request.hosts[node] for node in sorted(fate.tellers))
-        code = max(fate.codes.values(), default=0) or FAILED
-        self._unformed = Outcome(code, f"{hosts} ended before the job formed")
-        say(f"{self._unformed.what}: ending it on the other hosts")
-        proc.sweep(self._tag)
-        self._end(0.0)
 
     def _end(self, grace_s: float) -> None:
         """The stewards end the job; they have LAST_WORD_S longer than its processes."""

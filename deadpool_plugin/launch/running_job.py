@@ -183,7 +183,7 @@ def stop(job: FoundJob) -> list[str]:
     Returns: the hosts that gave no answer: lost, or out of reach from here (they hear of it from the others).
     Raises: TransportError if no member takes the request, or some are still there after STOP_LIMIT_S.
     """
-    say(f"ending the job of {_listed(job.description.hellos)}")
+    say(f"ending the job of {', '.join(_names(job.description.hellos))}")
     return asyncio.run(_stop(job))
 
 
@@ -198,9 +198,9 @@ async def _stop(job: FoundJob) -> list[str]:
         if not told:
             raise TransportError("no member took the request", remedy="ask again in a moment")
         if not there:
-            return [_name(hello) for hello in rest]
+            return _names(rest)
         if time.monotonic() > deadline:
-            found = f"{_listed(there)} did not end within {STOP_LIMIT_S:g} s"
+            found = f"{', '.join(_names(there))} did not end within {STOP_LIMIT_S:g} s"
             raise TransportError(found, remedy="look at what its processes do there (`deadpool watch` says the newest)")
         await asyncio.sleep(STOP_POLL_S)
 
@@ -217,12 +217,8 @@ async def _ends(hello: Hello, credentials: Credentials) -> bool | None:
     return isinstance(answer, Stopping)  # who arrives just now finds nobody
 
 
-def _listed(hellos: Sequence[Hello]) -> str:
-    return ", ".join(map(_name, hellos))
-
-
-def _name(hello: Hello) -> str:
-    return f"node {hello.node} ({hello.host})"
+def _names(hellos: Sequence[Hello]) -> list[str]:
+    return [f"node {hello.node} ({hello.host})" for hello in hellos]
 
 
 # ---- joining it

@@ -247,9 +247,9 @@ def test_ctrl_c_does_not_change_what_became_of_a_job_that_is_over(job, capfd, so
     monkeypatch.setattr(launcher, "LAST_WORD_S", 600.0)
     settle = launcher.Launcher._settle
 
-    def interrupted_then(self):
+    def interrupted_then(self, has_returned):
         before = self._settled
-        settle(self)
+        settle(self, has_returned)
         if before is None and self._settled is not None:
             monkeypatch.setattr(launcher, "LAST_WORD_S", 0.5)
             os.kill(os.getpid(), signal.SIGINT)
