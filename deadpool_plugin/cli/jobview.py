@@ -45,11 +45,9 @@ class Loss(NamedTuple):
 
 @dataclass
 class Swap:
-    """One change of generation. `takers`: lost node -> the one that takes its ranks."""
+    """One change of generation."""
 
-    generation: Generation
     plan: events.SwapPlanned
-    takers: dict[NodeId, NodeId]
     began: float
     duration_s: float | None = None
     """Until every rank is in training again."""
@@ -288,15 +286,15 @@ class JobView:
         generation = event.generation + 1
         if self.world is not None and self.world.generation >= generation:
             return  # a second coordinator carried out the same decision
-        takers = {int(lost): int(str(taker)) for lost, taker in event.takers.items()}
         began = self.swapping_since
-        self.swaps.append(Swap(generation, event, takers, event.time - event.duration_s if began is None else began))
+        self.swaps.append(Swap(event, event.time - event.duration_s if began is None else began))
         self.generation, self.committed = max(self.generation, generation), min(self.committed, event.restore_step)
         self.step = min(self.step, event.restore_step)
         for rank, (since, step) in self._steps.items():
             if since < generation:
                 self._steps[rank] = since, min(step, event.restore_step)
         if self.world is not None:
+            takers = {int(lost): int(str(taker)) for lost, taker in event.takers.items()}
             gone = {*event.lost_nodes, *takers.values()}
             node_of = tuple(takers.get(owner, owner) for owner in self.world.node_of)
             spares = (*self.world.spares, *event.joined)
@@ -315,7 +313,7 @@ class JobView:
         return [since for accuser, (_, since) in accusers if accuser not in self.fate.removed]
 
     def _swaps_of(self, event: events.Event) -> list[Swap]:
-        return [swap for swap in self.swaps if swap.generation == event.generation]
+        return [swap for swap in self.swaps if swap.plan.generation + 1 == event.generation]
 
     def _newest_loss(self, ranks: Iterable[Rank]) -> Loss | None:
         """Find the loss of the newest step; of the lowest rank where several have one."""

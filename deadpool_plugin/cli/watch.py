@@ -37,7 +37,6 @@ LINES_SHOWN = 6
 SWAPS_SHOWN = 4
 STALLED_S = 60.0
 """Seconds without a step that are worth red, and a line; fewer may be a save or an evaluation."""
-MEMBER_FIGURES = ("node", "host", "state", "ranks", "stands_in_for", "generation")
 STYLES = {
     **dict.fromkeys(("active", "Protected"), "green"),
     "spare": "cyan",
@@ -70,7 +69,7 @@ class Picture:
         below: list[Text] = []
         for swap in view.swaps[-SWAPS_SHOWN:]:
             said = named(described(swap, superseded=swap is not view.swaps[-1]), view.fate.hosts)
-            below.append(Text.assemble((f"swap {swap.generation}  ", "dim"), said))
+            below.append(Text.assemble((f"swap {swap.plan.generation + 1}  ", "dim"), said))
         for line in list(view.lines)[-LINES_SHOWN:]:
             below.append(Text.assemble((f"{_clock(line.time)}  node {line.node}  ", "dim"), line.text))
         rows = view.rows()
@@ -150,14 +149,14 @@ def headline(view: JobView, now: float) -> str:
 
 def described(swap: Swap, superseded: bool = False) -> str:
     """Describe a swap in one line. `superseded`: another one came after it."""
-    plan, said = swap.plan, [f"node {taker} takes over from node {lost}" for lost, taker in swap.takers.items()]
-    if idle := tuple(node for node in plan.lost_nodes if node not in swap.takers):
+    plan, said = swap.plan, [f"node {taker} takes over from node {lost}" for lost, taker in swap.plan.takers.items()]
+    if idle := tuple(node for node in plan.lost_nodes if str(node) not in plan.takers):
         said.append(f"lost node {ranges(idle)}")
     if plan.joined:
         said.append(f"node {ranges(plan.joined)} joined")
     if plan.lost_ranks:
         said.append(f"new process for rank {ranges(plan.lost_ranks)}")
-    what = ", ".join(said if swap.takers else [*said, "no rank moves"])
+    what = ", ".join(said if plan.takers else [*said, "no rank moves"])
     took = "went into the next swap" if superseded else "under way"
     if swap.duration_s is not None:
         took = f"in training again after {swap.duration_s:.2f} s"
@@ -241,6 +240,9 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
     """Describe a job to programs. Names and units are for good, new ones may be added (configs/README.md lists them);
     what is not known is null. `now` is in epoch seconds."""
     unprotected = view.protection in ("Mirrored", "Unprotected")
+    members = [{**row._asdict(), "step": _known(row.step)} for row in view.rows()]
+    for member in members:
+        del member["loss"]  # the job's is told
     return {
         "time_s": now,
         "state": view.doing(now),
@@ -261,9 +263,7 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
         "swapping_s": _since(view.swapping_since, now),
         "last_swap_s": next((swap.duration_s for swap in reversed(view.swaps) if swap.duration_s is not None), None),
         "history": view.history,
-        "members": [
-            {**{name: getattr(row, name) for name in MEMBER_FIGURES}, "step": _known(row.step)} for row in view.rows()
-        ],
+        "members": members,
     }
 
 

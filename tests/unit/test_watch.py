@@ -121,7 +121,7 @@ def test_ranks_move_and_steps_go_back() -> None:
     assert (view.step, view.committed, view.protection) == (25, 24, "Mirrored")
     assert [row.generation for row in view.rows()] == [0, 1, 1, 1]
     (swap,) = view.swaps
-    assert (swap.takers, swap.duration_s, swap.first_step_s, swap.began) == ({0: 3}, 0.0407, 0.06, 34.0176)
+    assert (swap.plan.takers, swap.duration_s, swap.first_step_s, swap.began) == ({"0": 3}, 0.0407, 0.06, 34.0176)
     assert view.swapping_since is None
 
 
