@@ -212,7 +212,9 @@ def test_a_thread_that_a_file_system_holds_does_not_hold_the_agent(monkeypatch):
     timer = threading.Timer(20.0, let_go.set)
     timer.start()
     try:
-        assert run_agent(*cast(Any, (Place(0, 1, 1, "m", 5), Config(), b"", None, "", Job([], "", "", {})))) == 86 and not let_go.is_set()
+        job = Job([], "", "", {})
+        code = run_agent(*cast(Any, (Place(0, 1, 1, "m", 5), Config(), b"", None, "", job)))
+        assert code == 86 and not let_go.is_set()
     finally:
         timer.cancel()
         let_go.set()
