@@ -97,10 +97,8 @@ class NodeGivenUp(Input, frozen=True):
 
 
 class CallsRead(Input, frozen=True):
-    """The collectives that this node's ranks had issued in `generation` when ReadCalls was carried out."""
-
     generation: Generation
-    ranks: tuple[RankCalls, ...]
+    ranks: tuple[RankCalls, ...]  # what those of this node had issued in it when ReadCalls was carried out
 
 
 class SpareRehearsed(Input, frozen=True):
@@ -123,9 +121,7 @@ class RecordsDropped(Input, frozen=True):
 
 
 class StopRequested(Input, frozen=True):
-    """A person or the launcher asked the whole job to end."""
-
-    reason: str
+    reason: str  # of a person or the launcher, for the whole job to end
     exit_code: int
 
 
@@ -162,16 +158,12 @@ class AbortWorkers(Action, frozen=True):
 
 
 class ReadCalls(Action, frozen=True):
-    """Read what the ranks of this node have issued, without asking their processes, and feed CallsRead."""
-
-    generation: Generation
+    generation: Generation  # read what our ranks have issued in it, without asking their processes; feed CallsRead
 
 
 class EndRank(Action, frozen=True):
-    """End the process of `rank` as one that can be brought back no more, and feed WorkerLost."""
-
     rank: Rank
-    reason: str
+    reason: str  # why its process can be brought back no more: end it, and feed WorkerLost
 
 
 class PauseWorkers(Action, frozen=True):

@@ -117,9 +117,7 @@ class Context:
 
         # The way out of this generation.
         self.stuck = ""  # why this generation cannot go on as it is, as far as this node is concerned
-        self.broken: tuple[NodeId, ...] = ()
-        """The other end of the training connection that broke in this generation (this node itself if that is not
-        known); () if none did."""
+        self.broken: tuple[NodeId, ...] = ()  # the other end of the training connection that broke (itself: not known)
         self.swapping = False  # this generation is fenced here and the next one is not decided yet
         self.swap_since = 0.0
         self.patient_since = 0.0  # since when it has waited for a decision that nobody has told it to wait for
@@ -127,8 +125,10 @@ class Context:
 
         # Contact with a majority (self_fencing.py).
         self.contact_at = 0.0  # until then, by our clock, a majority has been in contact with us for certain
-        self.echo: tuple[NodeId, float] = (node, NEVER)
-        """The newest Status of this generation: whose, and when it was sent by that node's clock."""
+        self.echo: tuple[NodeId, float] = (
+            node,
+            NEVER,
+        )  # whose the newest Status is, and its `sent_at`
 
         # Written by one of the parts.
         self.step_s = 0.0  # the time between the two newest commits, where this node coordinates
@@ -136,8 +136,7 @@ class Context:
         self.unproven: frozenset[Rank] = frozenset()
         """Ranks run by other processes than before, and of which too few steps were committed when the newest plan was
         decided. Each node is right about its own; a host that has joined takes all for new."""
-        self.replaced: dict[Rank, Generation] = {}
-        """Those of this node whose process was ended for the collectives it had issued, and in which generation."""
+        self.replaced: dict[Rank, Generation] = {}  # when the process here was ended for its collectives
         self.paused = False  # this node's workers are stopped for want of contact
 
     # -- the world and the view of its members -----------------------------------------------------------------

@@ -48,8 +48,6 @@ class Controller:
         self._started = False  # this generation's workers were told over which store to build groups
         self._begin_generation()
 
-    # -- what the caller may look at ---------------------------------------------------------------------------
-
     @property
     def world(self) -> World | None:
         """The last decided world, None before WorldFormed."""
@@ -71,8 +69,6 @@ class Controller:
         if not (ctx.formed and ctx.leads) or ctx.training or ctx.swapping or ctx.ended:
             return ()
         return self._coordination.unready
-
-    # -- one input ---------------------------------------------------------------------------------------------
 
     def step(self, event: api.Input, now: float) -> list[api.Action]:
         ctx = self._ctx
@@ -205,8 +201,6 @@ class Controller:
             self._swaps.stuck(ctx.node, reason)
         if ctx.now - self._reported_at >= ctx.timing.heartbeat_interval_s:
             ctx.note()
-
-    # -- messages ----------------------------------------------------------------------------------------------
 
     def _received(self, event: api.Received) -> None:
         ctx, sender, message = self._ctx, event.sender, event.message
@@ -354,8 +348,6 @@ class Controller:
         # may already be executing.
         elif sender not in ctx.suspects or (message.exit_code == 0 and self._swaps.voter.acceptor.accepted is None):
             ctx.conclude(message)
-
-    # -- generations -------------------------------------------------------------------------------------------
 
     def _on_decided(self, sender: NodeId, message: messages.Decided) -> None:
         """Begin a new generation: forget the old one's books and act."""

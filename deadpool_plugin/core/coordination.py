@@ -25,10 +25,7 @@ STALLS_MAX = 3  # which end the job, each at most AGAIN_WITHIN_STEPS after the o
 
 
 class Coverage:
-    """The hosts whose loss a spare could make up for: what "protected" needs beside mirrored snapshots.
-
-    Any able spare can take a host, but only one that has followed it if the host's call records are dropped.
-    """
+    """The hosts whose loss a spare could make up for: what "protected" needs beside mirrored snapshots."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -46,6 +43,7 @@ class Coverage:
         able = [spare for spare in self._world.spares if self.reports[spare].able]
         if not able:
             return tuple(sorted(self._world.active))
+        # Any able spare can take a host, but only one that has followed it if the host's call records are dropped.
         pruned = [node for node in sorted(self._world.active) if self.reports[node].pruned]
         return tuple(node for node in pruned if not any(self._follows(spare, node) for spare in able))
 

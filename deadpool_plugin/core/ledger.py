@@ -34,9 +34,8 @@ class Ledger:
     def __init__(self, holdings: Mapping[NodeId, Iterable[Holding]] | None = None) -> None:
         self._of_node: dict[NodeId, tuple[Holding, ...]] = {}
         self._copies: dict[tuple[Rank, Step], dict[NodeId, Holding]] = {}
+        # A rank that was not safe when a step was last looked at: the next look begins there and costs little.
         self._blocking: dict[Step, Rank] = {}
-        """A rank that was not safe when a step was last looked at: the next look begins there, so that all the looks at
-        one step together cost a few per rank."""
         self.unpaired: Step = NO_STEP  # the newest step that is safe, but whose collectives do not pair
         for node, held in (holdings or {}).items():
             self.replace(node, held)

@@ -48,9 +48,7 @@ class End(LocalMessage, frozen=True):
 
 
 class StandbyHello(LocalMessage, frozen=True):
-    """The standby process of a slot: it imports once and forks a process for every rank it is told to run."""
-
-    local_rank: Count
+    local_rank: Count  # the slot for which this process imports once and forks
 
 
 class RunRank(LocalMessage, frozen=True):
@@ -114,21 +112,18 @@ class StartGroups(LocalMessage, frozen=True):
 
 
 class RankReady(LocalMessage, frozen=True):
-    """Worker -> agent at its first call: sizes of its snapshots, who has the same payload, and the recording of its
-    start-up collectives (opaque bytes) which a rehearsal replays."""
+    """Worker -> agent at its first call: what its snapshots are like."""
 
     rank: Rank
     header_bytes: Count
     payload_bytes: Count
     layout_hash: str
-    replicas: tuple[Rank, ...]
-    recording: bytes
+    replicas: tuple[Rank, ...]  # who has the same payload
+    recording: bytes  # of its start-up collectives (opaque), which a rehearsal replays
 
 
 class ArenaHandOver(LocalMessage, frozen=True):
-    """Agent -> worker: the memfd of its two own slots (mirror/arena.py maps it)."""
-
-    rank: Rank
+    rank: Rank  # whose two own slots are in the memfd (mirror/arena.py maps it)
     header_bytes: Count
     payload_bytes: Count
     descriptors: ClassVar[int] = 1

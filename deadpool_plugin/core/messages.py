@@ -121,11 +121,9 @@ class Calls(Message, frozen=True):
 
 
 class Replace(Message, frozen=True):
-    """Coordinator -> the node of `rank`: its process has issued other collectives than the others; end it."""
-
     generation: Generation
     rank: Rank
-    reason: str
+    reason: str  # to end its process, which has issued other collectives than the others
 
 
 class JoinRequest(Message, frozen=True):

@@ -92,8 +92,6 @@ def _scattered(value: int) -> int:
     return value ^ value >> 31
 
 
-# -- differences between members ------------------------------------------------------------------------------------
-
 Member: TypeAlias = tuple[Rank, GroupCalls]
 
 
@@ -181,9 +179,6 @@ def _at_end(one: Member, other: Member, ended: Collection[Rank]) -> str:
         return ""
     issued = f"{calls.count} collectives" + (f", the newest {decoded(calls.recent[-1])}" if calls.recent else "")
     return f"rank {rank} has issued {issued}; rank {peer} {its.count}, and its script has ended"
-
-
-# -- the comparison in one generation -------------------------------------------------------------------------------
 
 
 def judge_newcomers(ctx: Context, plan: SwapPlan, gone: Iterable[Rank]) -> None:

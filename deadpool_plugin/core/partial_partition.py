@@ -22,12 +22,11 @@ class PartialPartition:
 
     def __init__(self, context: Context) -> None:
         self._ctx = context
+        # Who does not hear whom: the committed step then, and since when it is repeated without a newer one.
         self._complaints: dict[tuple[NodeId, NodeId], tuple[Step, float]] = {}
-        """Who does not hear whom: the committed step then, and since when it is repeated without a newer one."""
         self._asked_in: Generation | None = None  # in which generation somebody was last asked to leave
         self._told: set[tuple[Generation, frozenset[NodeId]]] = set()  # the pairs that people were told of
-        self._broken: tuple[frozenset[NodeId], Step] | None = None
-        """Between which nodes a training connection broke last, and what was committed then."""
+        self._broken: tuple[frozenset[NodeId], Step] | None = None  # whose connection broke last, at which step
 
     def hear(self, sender: NodeId, node: NodeId) -> None:
         """Note that `sender` does not hear `node`, which we do."""

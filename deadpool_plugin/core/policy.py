@@ -16,9 +16,7 @@ class Policy:
     """See the fields of the same names in the configuration."""
 
     copies: int = 1  # on how many other nodes each snapshot must be before its step is committed
-    restarts_max: int = 3
-    """How often within the window the process of one rank is replaced on its own node; at one more loss the node counts
-    as lost."""
+    restarts_max: int = 3  # of one rank's process on its own node, within the window; at one more loss that is lost
     wait_for_hosts: bool = False  # without a spare wait, holding everything, until a host joins; else the job ends
     witness: bool = False  # in a tie the half whose plan it keeps decides, instead of that with the first active node
     restarts_window_s: float = 3600.0  # losses longer ago than this do not count

@@ -57,11 +57,7 @@ class SelfFencing:
         self._is_said = False
 
     def look(self, gap_s: float) -> str:
-        """Pause or resume, if it is time to.
-
-        Args: gap_s: since the input before this one was taken in.
-        Returns: why this generation cannot go on any more, "" if it can.
-        """
+        """Pause or resume, if it is time to. Returns: why this generation cannot go on any more, "" if it can."""
         ctx = self._ctx
         if ctx.ended or not ctx.has_trained:
             return ""

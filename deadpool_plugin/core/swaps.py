@@ -55,7 +55,10 @@ class Swaps:
             return
         self._asked_at = NEVER
         if not ctx.leads:
-            self._tell(suspects)
+            for node, reason in suspects.items():  # tell our own evidence once (and again if we insist)
+                if node in ctx.watch.evidence and (ctx.coordinator, node) not in self._told:
+                    self._told.add((ctx.coordinator, node))
+                    ctx.send(ctx.coordinator, NodeFailed(ctx.world.generation, node, reason, ctx.is_silent(node)))
         elif self._is_due(suspects):
             self._announce(suspects)
             if ctx.unproven:  # a process that complains may have been answered by one that issues something else
@@ -101,14 +104,6 @@ class Swaps:
             ctx.fence(what)
         else:
             ctx.give_up(f"{what} (a tie: half is enough only with a `witness`)")
-
-    def _tell(self, suspects: Mapping[NodeId, str]) -> None:
-        """Tell the coordinator our own evidence, once (and again if we insist)."""
-        ctx = self._ctx
-        for node, reason in suspects.items():
-            if node in ctx.watch.evidence and (ctx.coordinator, node) not in self._told:
-                self._told.add((ctx.coordinator, node))
-                ctx.send(ctx.coordinator, NodeFailed(ctx.world.generation, node, reason, ctx.is_silent(node)))
 
     def insist(self, node: NodeId) -> None:
         self._told.discard((self._ctx.coordinator, node))

@@ -37,8 +37,7 @@ class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
     node_of: tuple[NodeId, ...]  # by rank
     spares: tuple[NodeId, ...] = ()  # in the order in which they take over
     racks: tuple[tuple[NodeId, str], ...] = ()  # of each member that has one; who has none stands alone
-    mirrors: tuple[tuple[NodeId, ...], ...] = ()
-    """Where racks matter the buddies of each active node, in the order of `active`; else see placement.py."""
+    mirrors: tuple[tuple[NodeId, ...], ...] = ()  # where racks matter the buddies of each of `active`, in that order
 
     @cached_property
     def active(self) -> tuple[NodeId, ...]:
