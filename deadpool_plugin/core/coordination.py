@@ -98,10 +98,7 @@ class Coordination:
         return tuple(rank for rank in range(len(self._ctx.world.node_of)) if rank not in self._ready)
 
     def hear(self, sender: NodeId, report: Report) -> None:
-        """Take in a report of this generation; once that is fenced, only that `sender` lives in it.
-
-        Costs the same in a job of any size, but for steps committed by it.
-        """
+        """Take in a report of this generation; once that is fenced, only that `sender` lives in it."""
         ctx = self._ctx
         self._contact.hear(sender, report.sent_at, report.heard)
         if ctx.swapping:

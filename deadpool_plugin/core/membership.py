@@ -15,10 +15,7 @@ from .types import Ballot, NodeId, SwapPlan, World
 
 
 def is_quorum(world: World, nodes: Collection[NodeId], witness: bool = False) -> bool:
-    """Return whether `nodes` may decide for `world`: more than half of its members, or half with the first active one.
-
-    Two halves never both have it. Where there is a `witness` no half decides without that (`is_half`).
-    """
+    """Return whether `nodes` may decide for `world`: more than half, or without a `witness` half with the first one."""
     return 2 * len(nodes) >= len(world.members) and is_quorum_without(world, world.positions.keys() - nodes, witness)
 
 

@@ -265,14 +265,12 @@ class Swaps:
             ctx.emit(StepsUndone(plan.restore_step + 1, step, reason))
 
     def refused(self, message: Refused) -> None:
-        """Try again above whoever proposed above us, unless it is decided by then.
-
-        If it is one we count as lost it may count us as lost: give it the time to win, else both of us lose.
-        """
+        """Try again above whoever proposed above us, unless it is decided by then."""
         ctx = self._ctx
         if self.proposal is not None and self.proposal.ballot == message.ballot:
             self._round_seen = max(self._round_seen, message.promised.round)
             self.proposal = None
+            # Who is lost to us may count us as lost: give it the time to win, else both of us lose.
             rival = message.promised.node in ctx.watch.evidence
             self._retry_at = ctx.now + (RIVAL_INTERVALS * ctx.timing.heartbeat_interval_s if rival else 0.0)
 
