@@ -66,11 +66,7 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 
 def encode(value: Any) -> bytes:
-    """Encode `value`.
-
-    Raises:
-        Unsupported: names the type that is neither plain data nor a tensor.
-    """
+    """Encode `value`. Raises: Unsupported, which names the type that is neither plain data nor a tensor."""
     return msgspec.msgpack.encode(_prepare(value))
 
 
@@ -155,10 +151,10 @@ def encode_error(error: BaseException) -> dict[str, Any]:
 
 
 def decode_error(outcome: Any) -> BaseException | None:
-    """Make the exception that `encode_error` was given; None if `outcome` is that of a call that returned.
+    """Make the exception that `encode_error` was given, with its text; None for a call that returned.
 
-    It has the original's text. Its class is made here, below the nearest one of the original's that this process knows:
-    `except` catches it as it caught the original, and nothing of that class is run to make it.
+    Its class is made here, below the nearest one of the original's that this process knows: `except` catches it as it
+    caught the original, and nothing of that class is run to make it.
     """
     if not isinstance(outcome, dict) or RAISED not in outcome:
         return None

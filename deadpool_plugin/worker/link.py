@@ -1,10 +1,7 @@
 """The worker's line to its node's agent: one reading thread, and waits that a swap can interrupt.
 
-Rules of this file: the reading thread notes what came, and carries out two orders at once. On `Abort` it unblocks the
-main thread. On `HostStore` it hosts one: the main thread may be waiting for others that wait for that store. Every
-decision is the main thread's. The agent's end of file ends the process: a worker without an agent is nobody's. A
-process that cannot go on, through no fault of the script's, kills itself (`give_up`): its agent replaces it, as one
-that exits with a code might end the job.
+Rules of this file: the reading thread notes what came, and carries out two orders at once: every other decision is the
+main thread's. The agent's end of file ends the process: a worker without an agent is nobody's.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from ..transport.unix import LocalConnection
 
 
 def give_up(reason: str) -> NoReturn:
-    """End this process in the way that its agent takes for a loss, not for a failure of the script."""
+    """End this process, which its agent then replaces: one that exits with a code might end the job."""
     print(f"[deadpool] process {os.getpid()} ends itself to be replaced: {reason}", file=sys.stderr, flush=True)
     while True:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -45,14 +42,12 @@ class Orders(Protocol):
         """Announce `generation`, and unblock the main thread."""
 
     def offer_store(self) -> None:
-        """Host another store, and send where."""
+        """Host another store, and send where: the main thread may be waiting for others that wait for it."""
 
 
 class AgentLink:
-    """Everything the agent told this worker, and `send` for the other direction.
-
-    Thread: `send`, `event` and `wake` any; `wait_for_commit` the staging thread; all else the main thread.
-    """
+    """Everything the agent told this worker, and `send` for the other direction. Thread: main, if nothing else is said;
+    `send`, `event` and `wake` any."""
 
     def __init__(self, connection: LocalConnection, generations: Generations) -> None:
         self._connection, self._generations = connection, generations
@@ -118,10 +113,7 @@ class AgentLink:
                 self._changed.wait()
 
     def wait_until(self, done: Callable[[], bool], *, interruptible: bool = True) -> None:
-        """Block until `done()`; call `wake` after changing what it looks at.
-
-        Raises: GenerationChanged if `interruptible`.
-        """
+        """Block until `done()`, whose changes call `wake`. Raises: GenerationChanged if `interruptible`."""
         with self._changed:
             while not done():
                 if interruptible:
@@ -139,8 +131,8 @@ class AgentLink:
             return not cancelled()
 
     def wait_for_join(self) -> local.Join:
-        """Block until the agent hands over the plan of the newest announced generation, of which it hears that nothing
-        is under way here any more. Raises: JobEnded."""
+        """Tell the agent of each announced generation that this rank has unwound; block until it hands over the plan of
+        the newest one. Raises: JobEnded."""
         told = self._generations.current
         with self._changed:
             while True:

@@ -21,7 +21,7 @@ from ..comm.handle import Handle
 from ..core import local
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
 from ..mirror.arena import SlotPair
-from . import codec, copies, rng, switches
+from . import codec, copies, rng
 from .calls import CallLog, LoggedCall, forget
 from .context import Context
 from .functions import MAKES_STEP, Call, CallKind
@@ -177,14 +177,14 @@ class Live:
         return before if rng.equal(states, before) else states
 
     def _entry(self) -> Callable[[], None]:
-        framework, kernels = self._adapter.state.entry_state(), switches.capture()
+        framework, kernels = self._adapter.state.entry_state(), rng.capture_switches()
         random_states = self._at_entry = self._random_states(self._at_exit)
         if self._at_exit and random_states is not self._at_exit:
             self._log.drew(self._at_exit)
 
         def restore() -> None:
             torch.clear_autocast_cache()
-            switches.restore(kernels)
+            rng.restore_switches(kernels)
             framework()
             rng.restore(self._adapter, random_states)
 

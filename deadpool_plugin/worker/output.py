@@ -1,8 +1,8 @@
 """Output of a rehearsing process: what it prints is kept apart, and it leaves no files, until it takes over.
 
-Rules of this file: what the script writes in its loop has been written by the rank itself already, and what it writes
-of a step that is long over would be wrong now (the file that names the latest checkpoint). Descriptors 1 and 2 are a
-pipe to the agent, never a file: on a full disk the writes of C code and of children would fail. Standard library only.
+Rules of this file: what the script writes of a step that is long over would be wrong now (the file that names the
+latest checkpoint). Descriptors 1 and 2 are a pipe to the agent, never a file: on a full disk the writes of C code and
+of children would fail. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from .trackers import Trackers
 
 RELEASED, STARTS, LOOPS = range(3)
 """Stages of a rehearsal: it may change any file; all but logs; none."""
-OPENER = 5
-"""Place of that argument of `open` among those after the mode."""
 
 
 class Mute:
@@ -64,28 +62,34 @@ class Mute:
         Mute.active = True
 
     def keep_files(self) -> None:
-        """Leave files as they are from here on (the script's loop, where what it writes has been written already).
+        """Leave files as they are from here on: what the script writes in its loop has been written already.
 
         Opening one to write gives /dev/null instead; renaming, removing and making directories do nothing. That goes
         for every thread but the plugin's own, and for every process it forks but those of a DataLoader (what they
-        write, they read again). It ends with `release_files`, which lets files that are still open go on at the end of
-        what the rank itself has written. Exceptions: a file that is made by an `opener` is that one's affair (Python's
-        own temporary ones are); compilers read from their caches what they have just written there.
-        Before it, in start-up, logs are left as they are: a file that is appended to (one that has something in it, and
-        that this process has not made), and the folders that TensorBoard logs to.
+        write, they read again). Exceptions: files that an `opener` makes (Python's temporary ones), compilers' caches.
+        In start-up logs only are left as they are: a file that is appended to (one that has something in it, and that
+        this process has not made), and the folders that TensorBoard logs to.
         What goes past Python's `open` and `os` is not caught: a script can ask `is_rehearsal()`.
         """
         self._stage[0] = LOOPS
 
     def release_files(self) -> None:
-        """Let the script write its files again. Of one that it cannot write, `lift` says so."""
+        """Let the script write its files again: open ones at the end of what the rank itself has written.
+
+        `lift` says which it cannot write.
+        """
         with self._releasing:
             self._stage[0] = RELEASED
         self._patches.undo()
         for file, path in list(self._silent.items()):
             try:
                 if not file.closed:
-                    _go_on(file, path)
+                    file.flush()
+                    access = fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_ACCMODE
+                    with contextlib.suppress(FileNotFoundError):  # nobody would see what the rank writes there either
+                        descriptor = os.open(path, access | os.O_CREAT | os.O_APPEND, 0o666)
+                        os.dup2(descriptor, file.fileno(), inheritable=False)
+                        os.close(descriptor)
             except OSError as error:
                 self._unsaid.append(f"the script's output to {path}, which it opened before, is lost: {error}")
             except ValueError:  # a thread of the script's has closed it meanwhile
@@ -113,7 +117,7 @@ class Mute:
 
     def _open(self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         writes = any(letter in mode for letter in "wax+") and isinstance(file, (str, bytes, os.PathLike))
-        opener = kwargs.get("opener", args[OPENER] if len(args) > OPENER else None)
+        opener = kwargs.get("opener", args[5] if len(args) > 5 else None)  # the sixth behind the mode
         if not writes or opener is not None:
             return original(file, mode, *args, **kwargs)
         with self._releasing:
@@ -186,8 +190,7 @@ def reads_data() -> bool:
 
 
 def _is_compilers(path: Any) -> bool:
-    """Return whether it is in a cache of compiled code: Inductor's (which names it there before it writes), Triton's,
-    that of torch's extensions."""
+    """Return whether it is in a cache of compiled code: Inductor's, Triton's or that of torch's extensions."""
     environ, home = os.environ, os.path.expanduser("~")
     cache = environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
     folders = [
@@ -197,13 +200,3 @@ def _is_compilers(path: Any) -> bool:
     ]
     real = os.path.realpath(os.fsdecode(path)) + os.sep
     return any(real.startswith(os.path.realpath(folder) + os.sep) for folder in folders if folder)
-
-
-def _go_on(file: Any, path: str) -> None:
-    """Append to `path` from here on what is written to `file`, which was silent so far. Raises: OSError."""
-    file.flush()
-    access = fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_ACCMODE
-    with contextlib.suppress(FileNotFoundError):  # its folder was removed: nobody would see what the rank writes either
-        descriptor = os.open(path, access | os.O_CREAT | os.O_APPEND, 0o666)
-        os.dup2(descriptor, file.fileno(), inheritable=False)
-        os.close(descriptor)

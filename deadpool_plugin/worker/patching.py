@@ -44,8 +44,8 @@ class PatchSet:
                     self._done.append((one, name, original, wrapper))
 
     def wrap_open(self, ours: Callable[..., Any]) -> None:
-        for module in (builtins, io):
-            self.wrap(ours, module, "open")
+        self.wrap(ours, builtins, "open")
+        self.wrap(ours, io, "open")
 
     def undo(self) -> None:
         for owner, name, original, wrapper in self._done:

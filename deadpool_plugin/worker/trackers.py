@@ -76,9 +76,8 @@ class Trackers:
 
     def _begin_file(self, original: Callable[..., Any], file: Any, logdir: str, *args: Any, **kwargs: Any) -> None:
         def begin() -> None:
-            files = sorted(
-                Path(file.get_logdir()).glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns
-            )
+            written = Path(file.get_logdir()).glob("events.out.tfevents.*")
+            files = sorted(written, key=lambda path: path.stat().st_mtime_ns)
             events = [self._parse_event(data) for path in files[-FILES_MAX:] for data in last_records(path)]
             self._values[file] = {(value.tag, event.step) for event in events for value in event.summary.value}
             del self._waiting[file]
@@ -128,17 +127,18 @@ class Trackers:
         self._patches.wrap(self._write_events, module.csvMonitor, "write_events")
 
     def _write_events(self, original: Callable[..., Any], monitor: Any, events: Any) -> None:
-        if not self._rehearsing:
-            original(monitor, [event for event in events if self._is_new(monitor, event[0], event[2])])
-
-    def _is_new(self, monitor: Any, name: str, step: Any) -> bool:
-        """Return whether the rank has not written the line before it was lost."""
-        file = name.replace("/", "_").replace(" ", "_")  # as csvMonitor calls it
-        if file not in self._csv_steps:
-            self._csv_steps[file] = last_steps(Path(monitor.log_dir, f"{file}.csv"))
-            if self._csv_steps[file]:
-                monitor.filenames.append(file)  # it has its heading
-        return str(step) not in self._csv_steps[file]
+        if self._rehearsing:
+            return
+        new = []
+        for event in events:
+            file = event[0].replace("/", "_").replace(" ", "_")  # as csvMonitor calls it
+            if file not in self._csv_steps:
+                self._csv_steps[file] = last_steps(Path(monitor.log_dir, f"{file}.csv"))
+                if self._csv_steps[file]:
+                    monitor.filenames.append(file)  # it has its heading
+            if str(event[2]) not in self._csv_steps[file]:
+                new.append(event)
+        original(monitor, new)
 
 
 class Run:
