@@ -47,12 +47,6 @@ class LoggedCall:
     iterators: list[tuple[RewindIterator, int]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
-    def check(self) -> None:
-        """Raises: Unsupported if it cannot be done again as it was done."""
-        self.call.check()
-        for (iterator, start), end in zip(self.iterators, self.ends, strict=True):
-            iterator.check(start, end)
-
     def rewind(self) -> None:
         self.restore_entry()
         for iterator, position in self.iterators:
@@ -121,7 +115,9 @@ class CallLog:
         self._records = {segment: kept for segment, kept in self._records.items() if segment >= self.oldest}
         self.iterators.keep_only([start for logged in self._calls for start in logged.iterators])
         for logged in self._calls:
-            logged.check()
+            logged.call.check()
+            for (iterator, start), end in zip(logged.iterators, logged.ends, strict=True):
+                iterator.check(start, end)
 
 
 def forget(error: BaseException | None) -> None:
@@ -163,11 +159,9 @@ class WholeStep(Call):
                     POINTER,
                 )
         self._inputs = Inputs(args, kwargs, self.name)
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
 
     def __call__(self) -> Any:
-        args, kwargs = self._given or self._inputs.again()
-        self._given = None
+        args, kwargs = self._inputs.take()
         with self._adapter.inside_step():
             return self.function(*args, **kwargs)
 

@@ -33,8 +33,7 @@ STORES_KEPT = 3
 class Mode(Protocol):
     """A way to serve calls: before the first one, live, or following. `inside`: whether one is being executed."""
 
-    @property
-    def inside(self) -> bool: ...
+    inside: bool
 
     def call(self, call: Call) -> Any: ...
 

@@ -125,11 +125,17 @@ class Kept:
 
 
 class Inputs(Kept):
-    """Arguments as they were when the call was made. `user`: whose, for messages."""
+    """Arguments of a call, and as they were when it was made. `user`: whose, for messages."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], user: str) -> None:
         super().__init__((args, kwargs))
+        self._given: Any = args, kwargs
         self._user = user
+
+    def take(self) -> Any:
+        """Return positional and named arguments: once those given, later as they were. Raises: as `check`."""
+        given, self._given = self._given, None
+        return given or self.again()
 
     def check(self) -> None:
         """Raises: Unsupported if one is not what it was."""
@@ -141,7 +147,6 @@ class Inputs(Kept):
             )
 
     def again(self) -> Any:
-        """Return positional and named arguments for doing the call again. Raises: as `check`."""
         self.check()
         return super().again()
 

@@ -8,11 +8,12 @@ only once s - 1 is committed. The header is written last, so a slot is either wh
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -79,10 +80,13 @@ class Stager:
         self._staged.set_result(None)
         self._waited_at, self._slow_steps = time.monotonic(), 0
         self._side_stream: torch.cuda.Stream | None = None
+        enter: Callable[[], None] | None = None
         if any(tensor.is_cuda for tensor in layout.tensors):
             self._side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._pin()
-        self._thread = ThreadPoolExecutor(1, "deadpool-stager", self._choose_device)
+            # a new thread's current device is GPU 0, on which every rank would then allocate memory
+            enter = functools.partial(torch.cuda.set_device, self._side_stream.device)
+        self._thread = ThreadPoolExecutor(1, "deadpool-stager", enter)
 
     def stage(self, step: int, generation: int, scalars: bytes, records: bytes, paired: int = 0) -> None:
         """Copy the shard as it is now into the slot of `step` once the gate is open.
@@ -95,7 +99,15 @@ class Stager:
                 self._changing[id(tensor)].copy_(tensor)
         if self._side_stream is not None:
             self._side_stream.wait_stream(torch.cuda.current_stream())
-        self._staged = self._thread.submit(self._stage, step, generation, scalars, records, paired, self._cancel)
+        is_cancelled = self._cancel.is_set
+
+        def write() -> None:
+            if step < 2 or self._link.wait_for_commit(step - 1, is_cancelled):
+                self._copy(step)
+                self._slots.seal(step, generation, self._layout.digest, scalars, paired)
+                self._link.send(local.Staged(self._rank, step, generation, records))
+
+        self._staged = self._thread.submit(write)
         self._staged.add_done_callback(lambda _: self._link.wake())
 
     def wait(self) -> None:
@@ -139,21 +151,6 @@ class Stager:
         state = self.state_of(step)
         self._layout.load(self._slots.payload(step))
         return state
-
-    # ---- the staging thread
-
-    def _choose_device(self) -> None:
-        if self._side_stream is not None:
-            # a new thread's current device is GPU 0, on which every rank would then allocate memory
-            torch.cuda.set_device(self._side_stream.device)
-
-    def _stage(
-        self, step: int, generation: int, scalars: bytes, records: bytes, paired: int, cancel: threading.Event
-    ) -> None:
-        if step < 2 or self._link.wait_for_commit(step - 1, cancel.is_set):
-            self._copy(step)
-            self._slots.seal(step, generation, self._layout.digest, scalars, paired)
-            self._link.send(local.Staged(self._rank, step, generation, records))
 
     @torch.no_grad()
     def _copy(self, step: int) -> None:

@@ -264,12 +264,10 @@ class Forward(EngineCall):
         super().__init__(calls, "engine.forward", functools.partial(original, engine))
         refusals.check_hooks()
         self._engine, self._inputs = engine, outputs.inputs(args, kwargs)
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._graph: Callable[[], Graph | None] = lambda: None
 
     def __call__(self) -> Any:
-        args, kwargs = self._given or self._inputs.again()
-        self._given = None
+        args, kwargs = self._inputs.take()
         value = super().__call__(*args, **kwargs)
         tensors = outputs.differentiable(value)
         if not tensors:
