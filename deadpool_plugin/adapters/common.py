@@ -1,9 +1,10 @@
-"""The parts that both adapters share: wrapped functions, options refused by name, the state of Adam."""
+"""The parts that both adapters share: wrapped functions, saves, options refused by name, the state of Adam."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 
 from ..errors import Unsupported
 from ..worker.adapter import Scalars
+from ..worker.copies import structure
+from ..worker.functions import Call
 from ..worker.patching import around
+from ..worker.saving import SaveCall, Saves
 
 Function = Callable[..., Any]
 REMEDY = "or run this job without deadpool_plugin"
@@ -43,6 +47,15 @@ def in_place_of(owner: Any, name: str) -> Callable[[Function], None]:
     return lambda function: setattr(owner, name, around(getattr(owner, name), function))
 
 
+def before(owner: Any, name: str, act: Callable[..., object]) -> None:
+    """Call `act` before each call of `owner.name`, with its arguments."""
+
+    @in_place_of(owner, name)
+    def function(original: Function, *args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return original(*args, **kwargs)
+
+
 def after_init(cls: type, act: Callable[[Any], None]) -> None:
     """Call `act` with each instance of `cls` once it is initialised."""
 
@@ -50,6 +63,23 @@ def after_init(cls: type, act: Callable[[Any], None]) -> None:
     def init(original: Function, instance: Any, *args: Any, **kwargs: Any) -> None:
         original(instance, *args, **kwargs)
         act(instance)
+
+
+class MethodSave(SaveCall):
+    """A method that saves or gathers, with its arguments as they were at the first time. Followers are told its value.
+
+    `_owner`: whose method it is.
+    """
+
+    outcome, skipped = Call.outcome, Call.skipped
+
+    def __init__(self, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._saves, self._original, self._owner = saves, original, args[0]
+        self._arguments = structure(dict(inspect.signature(original).bind(*args, **kwargs).arguments))
+        self.name = original.__qualname__
+
+    def __call__(self) -> Any:
+        return self._original(**self._arguments)
 
 
 @dataclass(frozen=True)
@@ -65,10 +95,6 @@ class Option:
     remedy: str = "leave it out"
     harmless: tuple[Any, ...] = (None, False)
     called: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.called or self.path
 
     def value(self, owner: Any) -> Any:
         """Return the option's value in `owner`; None if this version lacks it."""
@@ -87,52 +113,75 @@ def options(paths: str, reason: str, remedy: str = "leave it out", called: str =
 def refuse(owner: Any, options: Sequence[Option]) -> None:
     """Raises: Unsupported, naming the option that is not harmless, why, and what to do instead."""
     for option in options:
-        value = option.value(owner)
+        value, name = option.value(owner), option.called or option.path
         if value not in option.harmless:
             harmless = " or ".join(map(repr, option.harmless))
             raise Unsupported(
-                f"{option.name} = {value!r} {option.reason}", f"it to be {harmless}", f"{option.remedy}, {REMEDY}"
+                f"{name} = {value!r} {option.reason}", f"it to be {harmless}", f"{option.remedy}, {REMEDY}"
             )
 
 
-# ---- the torch optimizer under a framework's own
+class AdamState:
+    """An Adam of any maker: its groups, the masters it updates, and the state beside each of them.
 
+    The state is complete before the first update: what is missing is made as the optimizer would make it.
 
-def refuse_third_moment(groups: Sequence[dict[str, Any]]) -> None:
-    if any(group.get("amsgrad") for group in groups):
-        raise Unsupported(
-            "Adam with amsgrad=True keeps a third moment that is not mirrored",
-            "amsgrad=False",
-            f"leave it out, {REMEDY}",
-        )
+    Raises: Unsupported if there is a third moment.
+    """
 
-
-def group_scalars(groups: Sequence[dict[str, Any]]) -> list[Scalars]:
-    """Collect learning rates, betas and the like of all groups. Raises: Unsupported for other than plain data."""
-    for key, value in (item for group in groups for item in group.items()):
-        if key != "params" and not isinstance(value, PLAIN):
+    def __init__(self, optimizer: Any, masters: Sequence[torch.Tensor]) -> None:
+        self.optimizer, self.masters, self.groups = optimizer, masters, optimizer.param_groups
+        if any(group.get("amsgrad") for group in self.groups):
             raise Unsupported(
-                f"parameter group entry {key!r} is {type(value).__name__}", "plain data", f"leave it out, {REMEDY}"
+                "Adam with amsgrad=True keeps a third moment that is not mirrored",
+                "amsgrad=False",
+                f"leave it out, {REMEDY}",
             )
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        # torch's Adam counts updates in a tensor of each state (torch/optim/adam.py `_init_group`), DeepSpeed's in a
+        # number there; apex's and Transformer Engine's FusedAdam count in the group, and the latter cannot save a state
+        # with anything else (fused_adam.py `state_dict`).
+        maker = type(optimizer).__module__.partition(".")[0]
+        on_device = any(group.get("fused") or group.get("capturable") for group in self.groups)
+        for master, state in zip(masters, self.states(), strict=True):
+            if "exp_avg" not in state:
+                if maker == "deepspeed":
+                    state["step"] = 0
+                elif maker not in ("apex", "transformer_engine"):
+                    state["step"] = torch.tensor(0.0, dtype=torch.float32, device=master.device if on_device else "cpu")
+                for name in MOMENTS:
+                    state[name] = torch.zeros_like(master.data, memory_format=torch.preserve_format)
+        self.moments = [state[name] for state in self.states() for name in MOMENTS]
 
+    def states(self) -> list[dict[str, Any]]:
+        return [self.optimizer.state[master] for master in self.masters]
 
-def load_group_scalars(groups: Sequence[dict[str, Any]], saved: Sequence[Scalars]) -> None:
-    for group, values in zip(groups, saved, strict=True):
-        for key in [key for key in group if key != "params" and key not in values]:
-            del group[key]  # came later: a fused Adam makes its "step" in the first update
-        for key, value in values.items():
-            mine = group.get(key)
-            if not isinstance(mine, tuple):
-                group[key] = value
-            elif mine != tuple(value):  # equal betas stay one object in all groups, which torch.save writes once
-                group[key] = tuple(value)
+    def steps(self) -> list[float | None]:
+        """Return the updates counted beside each master. None: they are counted in its group."""
+        return [float(state["step"]) if "step" in state else None for state in self.states()]
 
+    def load_steps(self, steps: Sequence[float | None]) -> None:
+        for state, step in zip(self.states(), steps, strict=True):
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].fill_(step)
+            elif step is not None:
+                state["step"] = int(step)
 
-def load_steps(states: Iterable[dict[str, Any]], steps: Sequence[float | None]) -> None:
-    """Set the updates that Adam has counted in each state. None: it counts in the parameter group."""
-    for state, step in zip(states, steps, strict=True):
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"].fill_(step)
-        elif step is not None:
-            state["step"] = int(step)
+    def scalars(self) -> list[Scalars]:
+        """Collect learning rates, betas and the like of all groups. Raises: Unsupported for other than plain data."""
+        for key, value in (item for group in self.groups for item in group.items()):
+            if key != "params" and not isinstance(value, PLAIN):
+                raise Unsupported(
+                    f"parameter group entry {key!r} is {type(value).__name__}", "plain data", f"leave it out, {REMEDY}"
+                )
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.groups]
+
+    def load_scalars(self, saved: Sequence[Scalars]) -> None:
+        for group, values in zip(self.groups, saved, strict=True):
+            for key in group.keys() - values.keys() - {"params"}:
+                del group[key]  # came later: a fused Adam makes its "step" in the first update
+            for key, value in values.items():
+                mine = group.get(key)
+                if not isinstance(mine, tuple):
+                    group[key] = value
+                elif mine != tuple(value):  # equal betas stay one object in all groups, which torch.save writes once
+                    group[key] = tuple(value)

@@ -68,8 +68,8 @@ def test_gradients_are_divided_by_the_micro_batches_once(in_hooks):
     if in_hooks:
         engine._scale_wrt_gas = True
     calls = training_calls()
-    loss = script(Forward(calls, forward, engine, data)())
-    value = Backward(calls, lambda engine, loss, **_: loss.backward(), engine, loss, False, True)()
+    loss = script(Forward(calls, "forward", forward, engine, data)())
+    value = Backward(calls, "backward", lambda engine, loss, **_: loss.backward(), engine, loss, False, True)()
     assert torch.equal(value, loss / 2)
     for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, its.grad)
@@ -97,14 +97,14 @@ def test_a_loss_of_the_engines_forward_goes_through_its_backward_as_without_us()
     """No kernel more than without, and a redo goes through the output that is computed again."""
     ours, data, given = model(), torch.linspace(-1, 1, 12).view(3, 4), []
     engine, calls, forward_of = whole_model(ours)
-    forward = Forward(calls, forward_of, engine, data)
+    forward = Forward(calls, "forward", forward_of, engine, data)
     value, gradients = forward(), []
 
     def original(engine, loss, **options):
         given.append(loss)
         return engines_own(engine, loss, **options)
 
-    backward = Backward(calls, original, engine, value["loss"], False, True)
+    backward = Backward(calls, "backward", original, engine, value["loss"], False, True)
     for _ in range(2):
         ours.zero_grad()
         returned = backward()
@@ -114,43 +114,45 @@ def test_a_loss_of_the_engines_forward_goes_through_its_backward_as_without_us()
         forward()
     assert all(map(torch.equal, *gradients)) and all(gradient.any() for gradient in gradients[0])
     assert [type(loss.grad_fn).__name__ for loss in given] == ["AddBackward0"] * 2, "the engine's own outputs"
-    assert given[0] is not given[1] and not backward._parts
+    assert given[0] is not given[1] and backward._output is not None
 
 
 def test_a_loss_that_is_hooked_or_taken_twice_goes_through_the_scripts_part():
     ours, data, seen = model(), torch.linspace(-1, 1, 12).view(3, 4), []
     engine, calls, forward = whole_model(ours)
-    loss = Forward(calls, forward, engine, data)()["loss"]
+    loss = Forward(calls, "forward", forward, engine, data)()["loss"]
     loss.register_hook(lambda gradient: seen.append(gradient.item()))
-    Backward(calls, engines_own, engine, loss, False, True)()
+    Backward(calls, "backward", engines_own, engine, loss, False, True)()
     assert seen == [0.5]
-    loss = Forward(calls, forward, engine, data)()["loss"]
+    loss = Forward(calls, "forward", forward, engine, data)()["loss"]
     for retain in (True, False):
-        Backward(calls, engines_own, engine, loss, retain, True)()
+        Backward(calls, "backward", engines_own, engine, loss, retain, True)()
     with pytest.raises(RuntimeError, match="retain_graph"):
-        Backward(calls, engines_own, engine, loss, False, True)()
+        Backward(calls, "backward", engines_own, engine, loss, False, True)()
 
 
 def test_a_loss_of_an_earlier_steps_forward_is_refused():
     engine, calls, forward = whole_model(model())
-    loss = Forward(calls, forward, engine, torch.ones(3, 4))()["loss"]
+    loss = Forward(calls, "forward", forward, engine, torch.ones(3, 4))()["loss"]
     engine.global_steps = 1
     for given in (loss, loss * 1):
         with pytest.raises(Unsupported, match="does not come from this step's"):
-            Backward(calls, engines_own, engine, given, False, True)()
+            Backward(calls, "backward", engines_own, engine, given, False, True)()
 
 
 def test_calls_done_again_before_the_script_got_their_values_have_them_again():
     ours, data = model(), torch.linspace(-1, 1, 12).view(3, 4)
     engine = fake(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 2)
     calls = training_calls()
-    forward = Forward(calls, lambda engine, batch: ours(batch), engine, data)
+    forward = Forward(calls, "forward", lambda engine, batch: ours(batch), engine, data)
     backward: Backward | None = None
     gradients = []
     for _ in range(2):
         output = forward()
         if backward is None:
-            backward = Backward(calls, lambda engine, loss, **_: loss.backward(), engine, script(output), False, True)
+            backward = Backward(
+                calls, "backward", lambda engine, loss, **_: loss.backward(), engine, script(output), False, True
+            )
         ours.zero_grad()
         value = backward()
         assert value.item() == (script(output) / 2).item()
@@ -168,8 +170,10 @@ def test_large_gradients_wait_for_a_redo_in_host_memory(monkeypatch):
     monkeypatch.setattr(cut_module, "_in_host_memory", lambda gradient: moved.append(gradient) or gradient.clone())
     engine = fake(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 1)
     calls = training_calls()
-    forward = Forward(calls, lambda engine, batch: ours(batch), engine, data)
-    backward = Backward(calls, lambda engine, loss, **_: loss.backward(), engine, script(forward()), False, True)
+    forward = Forward(calls, "forward", lambda engine, batch: ours(batch), engine, data)
+    backward = Backward(
+        calls, "backward", lambda engine, loss, **_: loss.backward(), engine, script(forward()), False, True
+    )
     backward()
     first = [parameter.grad.clone() for parameter in ours.parameters()]
     ((_, (kept_gradient,)),) = backward._parts
@@ -198,10 +202,10 @@ def behind_cut(output):
 
 
 def test_a_backward_of_the_scripts_own_that_failed_leaves_nothing_to_the_next(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # put back afterwards
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # put back afterwards
     handled: list[Any] = []
     calls = training_calls(handled.append)
-    calls._wrap_tensor_backward()
+    calls._wrap_backward()
 
     def given():
         output = torch.nn.Parameter(torch.ones(3)) * 2
@@ -214,9 +218,9 @@ def test_a_backward_of_the_scripts_own_that_failed_leaves_nothing_to_the_next(mo
     later.register_hook(fail)
     with pytest.raises(ArithmeticError):
         (given().sum() + later.sum()).backward()
-    assert calls._direct and not handled
+    assert calls._collected is None and not handled
     given().sum().backward()
-    assert len(handled[0].args[0]) == 1
+    assert len(handled[0].function.args[0]) == 1
 
 
 class OnDevice(torch.Tensor):
@@ -226,8 +230,8 @@ class OnDevice(torch.Tensor):
 
 
 def test_a_backward_of_the_scripts_own_on_a_gpu_is_refused_before_it_begins(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # put back afterwards
-    training_calls()._wrap_tensor_backward()
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # put back afterwards
+    training_calls()._wrap_backward()
     own: Any = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(Unsupported, match=r"expected engine\.backward\(loss\)"):
         (behind_cut(own * 2).sum() + own.sum()).as_subclass(OnDevice).backward()
@@ -240,14 +244,14 @@ def test_a_backward_of_the_scripts_own_on_a_gpu_is_refused_before_it_begins(monk
 def test_a_loss_that_a_redo_would_leave_out_is_refused():
     inner, own = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
     given = behind_cut(inner * 2)
-    whole = ScriptsPart((given * 3).sum())
+    whole = ScriptsPart([(given * 3).sum()])
     assert whole.reaches_cut and not whole.leaves
     whole.check(lambda leaf: False)
     with pytest.raises(Unsupported, match="the engine's model"):
-        ScriptsPart((given * own).sum()).check(lambda leaf: leaf is own)
+        ScriptsPart([(given * own).sum()]).check(lambda leaf: leaf is own)
     with pytest.raises(Unsupported, match="the script's own"):
-        ScriptsPart((given * own).sum()).check(lambda leaf: False)
-    assert not ScriptsPart((own * 2).sum()).reaches_cut
+        ScriptsPart([(given * own).sum()]).check(lambda leaf: False)
+    assert not ScriptsPart([(own * 2).sum()]).reaches_cut
 
 
 def test_communication_in_the_scripts_part_is_refused(tmp_path):
@@ -258,7 +262,7 @@ def test_communication_in_the_scripts_part_is_refused(tmp_path):
     finally:
         dist.destroy_process_group()
     with pytest.raises(Unsupported, match="torch.distributed"):
-        ScriptsPart(gathered).check(lambda leaf: False)
+        ScriptsPart([gathered]).check(lambda leaf: False)
 
 
 def test_inputs_made_in_inference_mode_are_kept():
@@ -290,7 +294,7 @@ def test_what_followers_are_told():
 
 def test_a_model_may_call_its_arguments_as_it_likes():
     engine = fake(global_steps=0)
-    forward = Forward(training_calls(), lambda engine, **batch: batch, engine, calls=1, original=2)
+    forward = Forward(training_calls(), "forward", lambda engine, **batch: batch, engine, calls=1, original=2)
     assert forward() == {"calls": 1, "original": 2}
 
 
@@ -309,7 +313,7 @@ def test_calls_have_the_names_of_the_engines_methods_and_the_kinds_they_are(monk
         def is_gradient_accumulation_boundary(self):
             return True
 
-    for name in ("_wrap_tensor_backward", "_wrap_reads", "_wrap_monitors"):
+    for name in ("_wrap_backward", "_wrap_reads", "_wrap_monitors"):
         monkeypatch.setattr(EngineCalls, name, lambda calls: None)
     made: list[Any] = []
     calls = training_calls(lambda call: made.append((call.name, call.kind.value)) or call())

@@ -27,7 +27,7 @@ class Calls:
 
     def arrived(self, graph, gradients): ...
 
-    def do(self, call):
+    def handler(self, call):
         self.made.append(call._given)
         return call()
 

@@ -15,8 +15,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
 from deadpool_plugin.adapters.deepspeed.optimizer import Adam
-from deadpool_plugin.adapters.deepspeed.state import EngineState
-from deadpool_plugin.adapters.deepspeed.transient_state import Partitioned
+from deadpool_plugin.adapters.deepspeed.state import EngineState, Partitioned
 from deadpool_plugin.errors import Divergence, Unsupported
 
 
@@ -63,6 +62,15 @@ def test_a_script_that_changes_them_in_training_is_refused(engine, change):
     with torch.no_grad():
         change(engine.module[0].weight)
     with pytest.raises(Unsupported, match=r"a parameter of \[3, 2\] that the optimizer does not update"):
+        state.scalars()
+
+
+def test_layers_that_train_in_eight_bits_are_refused(engine):
+    engine.module[1].fp8_initialized = False
+    state = EngineState(engine)
+    state.scalars()
+    engine.module[1].fp8_initialized = True
+    with pytest.raises(Unsupported, match="a Linear trains in fp8, .*bf16"):
         state.scalars()
 
 

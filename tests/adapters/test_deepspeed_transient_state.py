@@ -11,7 +11,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils.nvtx import instrument_w_nvtx
 
-from deadpool_plugin.adapters.deepspeed.transient_state import Attributes, TransientState, _clear_caches
+from deadpool_plugin.adapters.deepspeed.state import TransientState, _clear_caches
 
 
 def runtime_class(name, **attributes):
@@ -61,10 +61,11 @@ def test_what_was_found_out_once_and_kept_is_found_out_again():
 def test_only_the_named_attributes_are_put_back():
     owner = runtime_class("Engine")()
     owner.buffers, owner.mine = {"inputs": []}, 1
-    attributes = Attributes([owner], ["buffers", "absent"])
+    before = TransientState()
+    before.note_attributes([owner], ["buffers", "absent"])
     owner.buffers["inputs"].append(3)
     owner.mine, owner.absent = 2, 4
-    attributes.restore()
+    before.restore()
     assert owner.buffers == {"inputs": []} and (owner.mine, owner.absent) == (2, 4)
 
 

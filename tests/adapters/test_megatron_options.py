@@ -300,7 +300,7 @@ def test_other_tracked_losses_go_back_with_a_call_and_into_a_newcomer(tracked, m
     bookkeeping.put_back(noted)
     assert sums() == [1.5, 2.5]
     tracker.clear()
-    bookkeeping.load(saved)
+    bookkeeping.put_back(saved)
     assert sums() == [1.5, 2.5]
     assert codec.encode(bookkeeping.plain(bookkeeping.noted())) == codec.encode(saved)
 

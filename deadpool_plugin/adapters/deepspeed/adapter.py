@@ -74,8 +74,11 @@ class DeepSpeedAdapter(Adapter):
         self._made.append(weakref.ref(engine))
         zero3.ModelCall.watch(self.calls, engine)
 
+    def _engines(self) -> list[Any]:
+        return [engine for made in self._made if (engine := made()) is not None]
+
     def is_used(self) -> bool:
-        return any(made() is not None for made in self._made)
+        return bool(self._engines())
 
     def beforehand(self) -> Sequence[str]:
         return extensions.beforehand()
@@ -85,7 +88,7 @@ class DeepSpeedAdapter(Adapter):
 
     def attach(self) -> None:
         gc.collect()  # engines that the script has let go of are full of cycles
-        engines = [engine for engine in (made() for made in self._made) if engine is not None]
+        engines = self._engines()
         if len(engines) != 1:
             raise Unsupported(f"the script has {len(engines)} DeepSpeed engines", "exactly one", ONE_ENGINE)
         refusals.check(engines[0])

@@ -10,7 +10,6 @@ Source: DeepSpeed 0.19.8, runtime/engine.py, runtime/pipe/engine.py, utils/tenso
 from __future__ import annotations
 
 import functools
-import threading
 import types
 import weakref
 from collections import deque
@@ -21,9 +20,10 @@ import torch
 
 from ...errors import WHOLE_STEP, Unsupported, present
 from ...worker.functions import Call, CallHandler, CallKind
-from ..common import Function, Nesting, in_place_of
-from . import outputs, refusals
-from .cut import Graph, Parts, ScriptsPart, at_rest, cut, output_of, pairs, seed
+from ...worker.patching import around, replace
+from ..common import REMEDY, Function, Nesting, in_place_of
+from . import outputs
+from .cut import Graph, Parts, ScriptsPart, at_rest, cut, output_of, seed, through_engines_part
 from .state import EngineState
 
 SCALES_GRADIENTS = "_scale_wrt_gas"
@@ -42,7 +42,6 @@ class EngineCalls(Nesting):
         self.handler = handler
         self._state: EngineState | None = None
         self._collected: Parts | None = None
-        self._direct: Parts = []
         self.loss: torch.Tensor | None = None
         """The newest loss given to `engine.backward`."""
 
@@ -59,13 +58,11 @@ class EngineCalls(Nesting):
 
     def install(self, engine_class: type, pipeline_class: type) -> None:
         """Wrap what scripts call. Once, before the engine is built."""
-        self._wrap(engine_class, "forward", Forward)
-        self._wrap(engine_class, "backward", Backward)
-        for name in ("step", "zero_grad", "allreduce_gradients"):
-            self._wrap(engine_class, name, functools.partial(Step, name))
-        for name in ("train_batch", "eval_batch"):
-            self._wrap(pipeline_class, name, functools.partial(Batch, name))
-        self._wrap_tensor_backward()
+        self._wrap(engine_class, Forward, "forward")
+        self._wrap(engine_class, Backward, "backward")
+        self._wrap(engine_class, Step, "step", "zero_grad", "allreduce_gradients")
+        self._wrap(pipeline_class, Batch, "train_batch", "eval_batch")
+        self._wrap_backward()
         self._wrap_reads()
         self._wrap_monitors()
 
@@ -74,12 +71,20 @@ class EngineCalls(Nesting):
             self.state.lasting.check()
             return self.handler(Call("engine._take_model_step", CallKind.UPDATE, original, args, kwargs))
 
-    def _wrap(self, owner: type, name: str, make: Callable[..., EngineCall]) -> None:
-        @in_place_of(owner, name)
-        def method(original: Function, /, *args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if self.busy else self.handler(make(self, original, *args, **kwargs))
+    def _wrap(self, owner: type, kind: type[EngineCall], *names: str) -> None:
+        def method(name: str, original: Function, /, *args: Any, **kwargs: Any) -> Any:
+            if self.busy:
+                return original(*args, **kwargs)
+            return self.handler(kind(self, f"engine.{name}", original, *args, **kwargs))
+
+        for name in names:
+            in_place_of(owner, name)(functools.partial(method, name))
 
     # ---- a backward through the script's part of the graph
+
+    def arrived(self, graph: Graph, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients with which a backward through the script's part ends at a cut."""
+        present(self._collected, "a backward past torch.autograd.backward").append((graph, gradients))
 
     def collect(self, backward: Callable[[], None]) -> Parts:
         """Return the cuts that `backward` arrives at."""
@@ -90,39 +95,28 @@ class EngineCalls(Nesting):
         finally:
             self._collected = None
 
-    def arrived(self, graph: Graph, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A backward has come to a cut: one of `engine.backward`, or of the script's own `loss.backward()`."""
-        if self._collected is not None:
-            self._collected.append((graph, gradients))
-            return
-        if not self._direct:  # the engine's part follows when the script's is through
-            torch.autograd.Variable._execution_engine.queue_callback(self._go_on)
-        self._direct.append((graph, gradients))
+    def _wrap_backward(self) -> None:
+        """Hold a script's own `loss.backward()` to the rules of `engine.backward`; its engine's part is a call."""
 
-    def _wrap_tensor_backward(self) -> None:
-        @in_place_of(torch.Tensor, "backward")  # a script's own is held to the rules of `engine.backward`
-        def backward(original: Function, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if not self.busy and self._collected is None:
-                part = ScriptsPart(tensor)
-                if part.reaches_cut:
-                    if tensor.is_cuda:
-                        raise _on_device()
-                    part.check(self.state.has_parameter)
-                    self._direct = []  # one that failed behind its cut may have left some
-            original(tensor, *args, **kwargs)
+        def backward(original: Function, tensors: Any, *args: Any, **kwargs: Any) -> None:
+            go = functools.partial(original, tensors, *args, **kwargs)
+            losses = [
+                one for one in ([tensors] if isinstance(tensors, torch.Tensor) else tensors) if hasattr(one, "grad_fn")
+            ]
+            if self.busy or self._collected is not None or not (part := ScriptsPart(losses)).reaches_cut:
+                go()
+                return
+            if any(loss.is_cuda for loss in losses):
+                raise Unsupported(
+                    "a script's own backward on a GPU, where it may end on another thread than the script's",
+                    "engine.backward(loss)",
+                    f"call that, or {WHOLE_STEP}",
+                )
+            part.check(self.state.has_parameter)
+            if parts := self.collect(go):
+                self.handler(EngineCall(self, "loss.backward", through_engines_part, parts))
 
-    def _go_on(self) -> None:
-        if threading.current_thread() is not threading.main_thread():  # on a GPU autograd ends on a thread of its own
-            raise _on_device()
-        parts, self._direct = self._direct, []
-        self.handler(Call("loss.backward", CallKind.PLAIN, self._engines_part, (parts,)))
-
-    def _engines_part(self, parts: Parts) -> None:
-        tensors, gradients = pairs(parts)
-        with self.inside(), torch.enable_grad():
-            torch.autograd.backward(tensors, gradients)
-        for graph, _ in parts:
-            graph.outputs = None
+        replace({torch.autograd.backward: around(torch.autograd.backward, backward)})
 
     # ---- beside the engine
 
@@ -143,7 +137,7 @@ class EngineCalls(Nesting):
     def _read(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         if self.busy or not self.is_training:
             return original(*args, **kwargs)
-        return self.handler(EngineCall(self, original.__name__, functools.partial(original, *args, **kwargs)))
+        return self.handler(EngineCall(self, original.__name__, original, *args, **kwargs))
 
     def _wrap_monitors(self) -> None:
         """Write the events of a call once, also where it is redone."""
@@ -165,14 +159,6 @@ class EngineCalls(Nesting):
             original(master, event_list)
 
 
-def _on_device() -> Unsupported:
-    return Unsupported(
-        "a script's own backward on a GPU, where it may end on another thread than the script's",
-        "engine.backward(loss)",
-        f"call that, or {WHOLE_STEP}",
-    )
-
-
 def _through(*args: Any, **kwargs: Any) -> Any:
     return deadpool_call(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821 (in the functions' own module)
 
@@ -182,23 +168,24 @@ class EngineCall(Call):
 
     is_read = True
 
-    def __init__(self, calls: EngineCalls, name: str, function: Function) -> None:
-        self._calls, self.name, self.function = calls, name, function
+    def __init__(self, calls: EngineCalls, name: str, function: Function, /, *args: Any, **kwargs: Any) -> None:
+        super().__init__(name, self.kind, functools.partial(function, *args, **kwargs))
+        self._calls = calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._calls.inside():
-            return self.function(*args, **kwargs)
+            return self.function(*args, **kwargs, **self.kwargs)
 
 
 class Step(EngineCall):
     """`engine.step`, and whatever else moves the engine's counters."""
 
     def __init__(
-        self, name: str, calls: EngineCalls, original: Function, engine: Any, *args: Any, **kwargs: Any
+        self, calls: EngineCalls, name: str, original: Function, engine: Any, /, *args: Any, **kwargs: Any
     ) -> None:
-        super().__init__(calls, f"engine.{name}", functools.partial(original, engine, *args, **kwargs))
-        managed = getattr(engine, "managed_gradient_accumulation", None)
-        if name == "step" and (engine.is_gradient_accumulation_boundary() or (managed is not None and not managed())):
+        super().__init__(calls, name, original, engine, *args, **kwargs)
+        managed = getattr(engine, "managed_gradient_accumulation", lambda: True)
+        if name == "engine.step" and (engine.is_gradient_accumulation_boundary() or not managed()):
             self.kind = CallKind.UPDATE
 
     def told(self, value: Any) -> Any:
@@ -221,33 +208,28 @@ class Batch(EngineCall):
 
     def __init__(
         self,
-        name: str,
         calls: EngineCalls,
+        name: str,
         original: Function,
         engine: Any,
+        /,
         data_iter: Any = None,
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            calls, f"engine.{name}", lambda data_iterator: original(engine, data_iterator, *args, **kwargs)
-        )
-        trains = name == "train_batch"
+        super().__init__(calls, name, lambda data_iterator: original(engine, data_iterator, *args, **kwargs))
+        trains = name == "engine.train_batch"
         self.kind = CallKind.STEP if trains else CallKind.FORWARD
         self.kwargs = {"data_iterator": engine.data_iterator if trains and data_iter is None else data_iter}
-
-    def __call__(self) -> Any:
-        return super().__call__(**self.kwargs)
 
     def loss(self, value: Any, on_host: Callable[[Any], Any]) -> float | None:
         training = self._calls.state.engine.module.training
         return float(on_host(value)) if training and value is not None else None
 
-    def told(self, value: Any) -> Any:
-        return self.outcome(value)
-
     def outcome(self, value: Any) -> Any:
         return [outputs.encode(value), self._calls.state.visible()]
+
+    told = outcome
 
     def skipped(self, outcome: Any) -> Any:
         self._calls.state.show(outcome[1])
@@ -260,20 +242,31 @@ class Forward(EngineCall):
 
     kind = CallKind.FORWARD
 
-    def __init__(self, calls: EngineCalls, original: Function, engine: Any, /, *args: Any, **kwargs: Any) -> None:
-        super().__init__(calls, "engine.forward", functools.partial(original, engine))
-        refusals.check_hooks()
+    def __init__(
+        self, calls: EngineCalls, name: str, original: Function, engine: Any, /, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(calls, name, original, engine)
         self._engine, self._inputs = engine, outputs.inputs(args, kwargs)
         self._graph: Callable[[], Graph | None] = lambda: None
+        # A redo would keep activations on the device, and the hooks' owner would wait for those of the first time.
+        if torch._C._autograd._top_saved_tensors_default_hooks(True):
+            raise Unsupported(
+                "engine.forward is called within saved-tensor hooks (activation offloading)",
+                "a forward without them",
+                f"recompute activations instead (activation checkpointing), {REMEDY}",
+            )
 
     def __call__(self) -> Any:
         args, kwargs = self._inputs.take()
         value = super().__call__(*args, **kwargs)
         tensors = outputs.differentiable(value)
+        return self._behind_cut(value, tensors, tensors)
+
+    def _behind_cut(self, value: Any, tensors: list[torch.Tensor], made: list[torch.Tensor] | None) -> Any:
         if not tensors:
             return value
         graph = self._graph() or Graph(self._engine.global_steps, None)
-        graph.outputs, self._graph = tensors, weakref.ref(graph)
+        graph.outputs, self._graph = made, weakref.ref(graph)
         return outputs.replaced(value, tensors, cut(graph, self._calls.arrived, tensors))
 
     def check(self) -> None:
@@ -283,11 +276,7 @@ class Forward(EngineCall):
         return outputs.encode(value)
 
     def skipped(self, outcome: Any) -> Any:
-        value, tensors = outputs.decode(outcome, self._engine.device)
-        if not tensors:
-            return value
-        graph = Graph(self._engine.global_steps, None)
-        return outputs.replaced(value, tensors, cut(graph, self._calls.arrived, tensors))
+        return self._behind_cut(*outputs.decode(outcome, self._engine.device), None)
 
 
 class Backward(EngineCall):
@@ -299,32 +288,28 @@ class Backward(EngineCall):
     def __init__(
         self,
         calls: EngineCalls,
+        name: str,
         original: Function,
         engine: Any,
         loss: torch.Tensor,
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
     ) -> None:
-        options = {"retain_graph": retain_graph, "scale_wrt_gas": scale_wrt_gas}
-        super().__init__(calls, "engine.backward", functools.partial(original, engine, **options))
+        super().__init__(calls, name, original, engine, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         self._engine, self._retain_graph, self._scale_wrt_gas = engine, retain_graph, scale_wrt_gas
         self._loss: torch.Tensor | None = loss
         self._value: torch.Tensor | None = None
         self._parts: Parts = []
-        self._output: tuple[Graph, int] | None = None
-        """The output, where the loss is that itself; else None."""
+        self._output: int | None = None
+        """The number of the output that the loss is; then its graph is the only part, without gradients."""
 
     def __call__(self) -> Any:
         if self._loss is not None:
             self._begin(self._loss)
             self._calls.loss, self._loss = self._loss.detach(), None
-        if self._output is None:
-            scalar, graphs = seed(self._parts), [graph for graph, _ in self._parts]
-        else:
-            graph, number = self._output
-            scalar, graphs = graph.unused()[number], [graph]
+        scalar = seed(self._parts) if self._output is None else self._parts[0][0].unused()[self._output]
         if not self._retain_graph:
-            for graph in graphs:
+            for graph, _ in self._parts:
                 graph.outputs = None  # nobody needs them, and they may be logits
         value = super().__call__(scalar)
         self._parts = at_rest(self._parts)
@@ -334,15 +319,17 @@ class Backward(EngineCall):
 
     def _begin(self, loss: torch.Tensor) -> None:
         """Go through the script's part of the graph. Raises: Unsupported unless the loss comes from this step."""
-        self._output = None if self._retain_graph else output_of(loss)
-        if self._output is not None:
-            graphs = [self._output[0]]
+        output = None if self._retain_graph else output_of(loss)
+        if output is not None:
+            self._parts, self._output = [(output[0], [])], output[1]
         else:
             self._value = self._scaled(loss)
-            self._parts = self._through_scripts_part(loss if hasattr(self._engine, SCALES_GRADIENTS) else self._value)
-            depends = any(gradient is not None for _, gradients in self._parts for gradient in gradients)
-            graphs = [graph for graph, _ in self._parts] if depends else []
-        if not graphs or any(graph.step != self._engine.global_steps for graph in graphs):
+            given = loss if hasattr(self._engine, SCALES_GRADIENTS) else self._value
+            ScriptsPart([given]).check(self._calls.state.has_parameter)
+            scale = getattr(self._engine.optimizer, "scale_if_loss", lambda loss: loss)
+            self._parts = self._calls.collect(lambda: scale(given).backward(retain_graph=self._retain_graph))
+        depends = self._output is not None or any(one is not None for _, gradients in self._parts for one in gradients)
+        if not depends or any(graph.step != self._engine.global_steps for graph, _ in self._parts):
             raise Unsupported(
                 "engine.backward was given a loss that does not come from this step's engine.forward",
                 "a loss computed from what engine.forward returned since the last engine.step",
@@ -351,12 +338,6 @@ class Backward(EngineCall):
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss / self._engine.gradient_accumulation_steps() if self._scale_wrt_gas else loss
-
-    def _through_scripts_part(self, loss: torch.Tensor) -> Parts:
-        ScriptsPart(loss).check(self._calls.state.has_parameter)
-        scale = getattr(self._engine.optimizer, "scale_if_loss", None)
-        scaled = scale(loss) if scale is not None else loss
-        return self._calls.collect(lambda: scaled.backward(retain_graph=self._retain_graph))
 
     def told(self, value: Any) -> Any:
         return self._calls.loss

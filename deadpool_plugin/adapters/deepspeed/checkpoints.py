@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ...errors import Unsupported
-from ...worker.copies import structure
 from ...worker.functions import Call, CallKind
-from ...worker.saving import SaveCall, Saves, write_beside
-from ..common import Function, in_place_of
+from ...worker.saving import Saves, write_beside
+from ..common import Function, MethodSave, in_place_of
 from .calls import EngineCall, EngineCalls
 
 
@@ -42,81 +41,58 @@ def install(saves: Saves, calls: EngineCalls, engine_class: Any) -> None:
     install_loading(calls, engine_class)
 
 
-class EngineSave(SaveCall):
+class EngineSave(MethodSave):
     """A method of the engine that gathers weights, or saves."""
 
     def __init__(
         self, calls: EngineCalls, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._calls, self._saves, self._original, self._engine = calls, saves, original, args[0]
-        self._arguments = structure(dict(inspect.signature(original).bind(*args, **kwargs).arguments))
-        self.name = f"engine.{original.__name__}"
+        super().__init__(saves, original, args, kwargs)
+        self._calls, self.name = calls, f"engine.{original.__name__}"
 
     def __call__(self) -> Any:
         with self._calls.inside():
-            return self._original(**self._arguments)
-
-    def outcome(self, value: Any) -> Any:
-        return value
-
-    def skipped(self, outcome: Any) -> Any:
-        return outcome
+            return super().__call__()
 
 
 class WeightsSave(EngineSave):
     """The model's weights alone, by the ranks that have them."""
 
-    whole = False
-    named_by = "save_filename"
-    """The parameter that names what is saved within `save_dir`."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        name = self._arguments.get(self.named_by)
-        self._within = self._name_if_none() if name is None else str(name)
-
-    def _name_if_none(self) -> str:
-        return "pytorch_model.bin"
-
     def __call__(self) -> Any:
         began = time.monotonic()
-        with self._calls.inside(), _saving_beside():
-            value = self._write()
-        path = os.path.join(str(self._arguments["save_dir"]), self._within)
-        self._saves.written(path, began, whole=self.whole)
+        with _saving_beside():
+            value = super().__call__()
+        name = self._arguments.get("save_filename")
+        path = os.path.join(str(self._arguments["save_dir"]), "pytorch_model.bin" if name is None else str(name))
+        self._saves.written(path, began, whole=False)
         return value
 
-    def _write(self) -> Any:
-        return self._original(**self._arguments)
 
-
-class CheckpointSave(WeightsSave):
+class CheckpointSave(EngineSave):
     """One checkpoint of an engine: all ranks save it, to one folder under one name (its tag).
 
     Checkpoints on each host's own storage have the name alone in common.
     """
 
-    whole = True
-    named_by = "tag"
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        tag = self._arguments.get("tag")
+        self._tag = f"global_step{self._owner.global_steps}" if tag is None else str(tag)
 
-    def _name_if_none(self) -> str:
-        return f"global_step{self._engine.global_steps}"
-
-    def _write(self) -> Any:
-        folders = self._saves.folders
-        if not self._engine.use_node_local_storage():
-            given = self._arguments["save_dir"]
-            if (agreed := folders.one_folder(str(given))) != str(given):
-                self._arguments["save_dir"] = agreed
-        folder = str(self._arguments["save_dir"])
-        if (tag := folders.one_tag(folder, self._within)) != self._within:
-            self._arguments["tag"] = self._within = tag
-        # DeepSpeed's rank 0 names the newest checkpoint when its own part is written, whatever the others have.
-        value = self._original(**{**self._arguments, "save_latest": False})  # it ends with a barrier
-        if self._arguments.get("save_latest", True):
-            if dist.get_rank() == 0:
-                write_beside(Path(folder, "latest"), lambda file: file.write_text(self._within))
-            dist.barrier()
+    def __call__(self) -> Any:
+        began, folders, arguments = time.monotonic(), self._saves.folders, self._arguments
+        with self._calls.inside(), _saving_beside():
+            folder = str(arguments["save_dir"])
+            if not self._owner.use_node_local_storage() and (agreed := folders.one_folder(folder)) != folder:
+                arguments["save_dir"] = folder = agreed
+            arguments["tag"] = self._tag = folders.one_tag(folder, self._tag)
+            # DeepSpeed's rank 0 names the newest checkpoint when its own part is written, whatever the others have.
+            value = self._original(**{**arguments, "save_latest": False})  # it ends with a barrier
+            if arguments.get("save_latest", True):
+                if dist.get_rank() == 0:
+                    write_beside(Path(folder, "latest"), lambda file: file.write_text(self._tag))
+                dist.barrier()
+        self._saves.written(os.path.join(folder, self._tag), began, whole=True)
         return value
 
 
@@ -171,11 +147,11 @@ def install_loading(calls: EngineCalls, engine_class: type) -> None:
     def load_checkpoint(
         original: Function, engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
+        load = functools.partial(original, engine, load_dir)
         if calls.busy:
-            return original(engine, load_dir, tag, *args, **kwargs)
+            return load(tag, *args, **kwargs)
         if calls.is_training:
-            load = functools.partial(original, engine, load_dir, tag, *args, **kwargs)
-            return calls.handler(Load(calls, "engine.load_checkpoint", load))
+            return calls.handler(Load(calls, "engine.load_checkpoint", load, tag, *args, **kwargs))
         newest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
 
         def tag_there() -> str | None:
@@ -185,7 +161,7 @@ def install_loading(calls: EngineCalls, engine_class: type) -> None:
             tag = calls.handler(Call(f"the tag in {newest}", CallKind.FACT, tag_there))
         if tag is None and newest.is_file():
             return None, None  # there was none when the job began
-        return original(engine, load_dir, tag, *args, **kwargs)
+        return load(tag, *args, **kwargs)
 
 
 class Load(EngineCall):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...errors import WHOLE_STEP, Unsupported
+from ...worker.copies import to_host
 
 
 class Graph:
@@ -37,9 +38,10 @@ class Graph:
 
 Parts = list[tuple[Graph, Sequence["torch.Tensor | None"]]]
 """Graphs that a backward through the script's part has reached, each with the gradients of its outputs."""
-AT_REST_BYTES_MIN = 1 << 20
 Arrived = Callable[[Graph, Sequence["torch.Tensor | None"]], None]
 """Called in the backward through the script's part: a graph, and the gradient of each of its outputs."""
+AT_REST_BYTES_MIN = 1 << 20
+CUT_NODE = "_CutBackward"
 
 
 class _Cut(torch.autograd.Function):
@@ -66,9 +68,6 @@ class _Seed(torch.autograd.Function):
         return (None, *ctx.gradients)
 
 
-CUT_NODE = "_CutBackward"
-
-
 def cut(graph: Graph, arrived: Arrived, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the same values as `outputs`, behind a cut: for the script."""
     anchor = torch.zeros((), requires_grad=True)
@@ -92,11 +91,10 @@ def _is_far(gradient: torch.Tensor) -> bool:
 
 
 def _in_host_memory(gradient: torch.Tensor) -> torch.Tensor:
-    host = torch.empty_like(gradient, device="cpu", pin_memory=True)
     beside = _stream_beside(gradient.device)
     beside.wait_stream(torch.cuda.current_stream(gradient.device))
     with torch.cuda.stream(beside):
-        host.copy_(gradient, non_blocking=True)
+        host = to_host(gradient)
     gradient.record_stream(beside)
     return host
 
@@ -114,15 +112,18 @@ def seed(parts: Parts) -> torch.Tensor:
     return scalar
 
 
+def through_engines_part(parts: Parts) -> None:
+    """Give the graphs' outputs these gradients without a loss, and consume them."""
+    torch.autograd.backward(*pairs(parts))
+    for graph, _ in parts:
+        graph.outputs = None
+
+
 def pairs(parts: Parts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the outputs that have a gradient, and those gradients on the device. Raises: as `Graph.unused`."""
-    outputs, gradients = [], []
-    for graph, arrived in parts:
-        for output, gradient in zip(graph.unused(), arrived, strict=True):
-            if gradient is not None:
-                outputs.append(output)
-                gradients.append(gradient.to(output.device, non_blocking=True))
-    return outputs, gradients
+    arrived = [pair for graph, gradients in parts for pair in zip(graph.unused(), gradients, strict=True)]
+    found = [(output, gradient) for output, gradient in arrived if gradient is not None]
+    return [output for output, _ in found], [one.to(output.device, non_blocking=True) for output, one in found]
 
 
 def output_of(loss: torch.Tensor) -> tuple[Graph, int] | None:
@@ -137,18 +138,18 @@ def output_of(loss: torch.Tensor) -> tuple[Graph, int] | None:
 
 
 class ScriptsPart:
-    """The part of the graph that a backward from `loss` would go through on the script's side of all cuts."""
+    """The part of the graph that a backward from `losses` would go through on the script's side of all cuts."""
 
-    def __init__(self, loss: torch.Tensor) -> None:
+    def __init__(self, losses: Sequence[torch.Tensor]) -> None:
         self.leaves: list[torch.Tensor] = []
         """Leaves in which that backward would accumulate gradients."""
         self.communicates: list[str] = []
         """Names of functions of torch.distributed."""
         self.reaches_cut = False
-        seen, todo = set(), [loss.grad_fn]
+        seen, todo = {None}, list[Any](loss.grad_fn for loss in losses)
         while todo:
             node = todo.pop()
-            if node is None or node in seen:
+            if node in seen:
                 continue
             seen.add(node)
             if node.name() == CUT_NODE:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import xxhash
 
 from ...errors import Divergence, Unsupported
-from ..common import MOMENTS, REMEDY, Function, in_place_of, load_steps, refuse_third_moment
+from ..common import MOMENTS, REMEDY, AdamState, before
 
 SUPPORTED = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 MAKERS = ("torch", "deepspeed", "apex")
@@ -32,24 +32,20 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class Adam:
-    """An engine's basic optimizer with the fp32 masters that it updates, and the state beside each of them.
-
-    The state is complete before the first update: what is missing is made as the optimizer would make it.
+class Adam(AdamState):
+    """An engine's basic optimizer.
 
     Raises:
         Unsupported: from the constructor, naming the optimizer, option or parameter that cannot be protected.
     """
 
     def __init__(self, optimizer: Any, masters: Sequence[torch.Tensor], schedule: Any = None) -> None:
-        self.optimizer, self.masters, self.groups = optimizer, masters, optimizer.param_groups
-        name = type(optimizer).__name__
         check_kind(optimizer)
-        refuse_third_moment(self.groups)
-        self.is_in_cpp = name in ("FusedAdam", "DeepSpeedCPUAdam") and masters[0].device.type == "cpu"
+        self._name = type(optimizer).__name__
+        self.is_in_cpp = self._name in ("FusedAdam", "DeepSpeedCPUAdam") and masters[0].device.type == "cpu"
         if getattr(schedule, "cycle_momentum", False) and self.is_in_cpp:
             raise Unsupported(
-                f"{type(schedule).__name__} changes the betas of {name}, whose powers then depend on all of them",
+                f"{type(schedule).__name__} changes the betas of {self._name}, whose powers then depend on all of them",
                 "betas that stay the same",
                 "cycle the learning rate only, or use torch's AdamW",
             )
@@ -60,22 +56,11 @@ class Adam:
                     "fp32 masters",
                     "leave master weights, gradients and optimizer states in fp32",
                 )
-        self._complete()
-        self.moments = [state[name] for state in self._states() for name in MOMENTS]
-        self._steps_before = int(max(self.steps()))  # with a checkpoint the job begins at another one than 0
+        super().__init__(optimizer, masters)
+        self._steps_before = self._count()  # with a checkpoint the job begins at another one than 0
 
-    def _complete(self) -> None:
-        counts_in_tensors = type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-        on_device = any(group.get("fused") or group.get("capturable") for group in self.groups)
-        for master, state in zip(self.masters, self._states(), strict=True):
-            if "exp_avg" not in state:
-                device = master.device if on_device else torch.device("cpu")
-                state["step"] = torch.tensor(0.0, dtype=torch.float32, device=device) if counts_in_tensors else 0
-                for name in MOMENTS:
-                    state[name] = torch.zeros_like(master.data, memory_format=torch.preserve_format)
-
-    def _states(self) -> list[dict[str, Any]]:
-        return [self.optimizer.state[master] for master in self.masters]
+    def _count(self) -> int:
+        return int(max(step or 0 for step in self.steps()))
 
     def take_back(self) -> None:
         """Put our groups and moments back, with the values of those that a loaded checkpoint has put in their place."""
@@ -83,30 +68,25 @@ class Adam:
             if mine is not theirs:
                 mine.update(theirs)
         self.optimizer.param_groups = self.groups
-        places = [(state, name) for state in self._states() for name in MOMENTS]
+        places = [(state, name) for state in self.states() for name in MOMENTS]
         for (state, name), moment in zip(places, self.moments, strict=True):
             if state[name] is not moment:
                 moment.copy_(state[name])
                 state[name] = moment
 
-    def steps(self) -> list[float]:
-        return [float(state["step"]) for state in self._states()]
-
-    def load_steps(self, steps: Sequence[float]) -> None:
-        load_steps(self._states(), steps)
-        if self.is_in_cpp:
-            self._count_again(int(max(steps)))
-
-    def _count_again(self, steps: int) -> None:
+    def load_steps(self, steps: Sequence[float | None]) -> None:
+        super().load_steps(steps)
+        if not self.is_in_cpp:
+            return
         # DeepSpeed's C++ Adam keeps the powers of the betas as running products, which differ from powers in their last
         # bits: a power at the job's first step, products from there (csrc/includes/cpu_adam.h, `IncrementStep`). Only
         # steps get it there: these update nothing. All groups share the products.
         nothing = [torch.zeros(1) for _ in range(4)]
-        for step in range(self._steps_before + 1, steps + 1):
+        for step in range(self._steps_before + 1, self._count() + 1):
             for group in self.groups:
                 options = group["lr"], *group["betas"], group["eps"]
                 decay, corrects = group["weight_decay"], group["bias_correction"]
-                if type(self.optimizer).__name__ == "FusedAdam":
+                if self._name == "FusedAdam":
                     self.optimizer.multi_tensor_adam(
                         2048 * 32, self.optimizer._dummy_overflow_buf, [[one] for one in nothing], *options, step,
                         self.optimizer.adam_w_mode, corrects, decay,
@@ -126,11 +106,7 @@ class Frozen:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._note()
-
-    def _note(self) -> None:
-        self.digest = _digest(self._parameters)
-        self._forms = [_form(parameter) for parameter in self._parameters]
+        self.digest, self._forms = _digest(parameters), [_form(parameter) for parameter in parameters]
 
     def compare(self, digest: str) -> None:
         """Raises: Divergence if the rank itself has others."""
@@ -153,14 +129,13 @@ class Frozen:
 
     def check_loaded(self) -> None:
         """Raises: Unsupported if a checkpoint that was loaded had others."""
-        before = self.digest
-        self._note()
-        if self.digest != before:
+        if _digest(self._parameters) != self.digest:
             raise Unsupported(
                 "engine.load_checkpoint changed frozen parameters in mid-training",
                 "a checkpoint of this job: they are not mirrored",
                 "load it before the first forward",
             )
+        self._forms = [_form(parameter) for parameter in self._parameters]
 
 
 def _form(parameter: torch.Tensor) -> tuple[int, int]:
@@ -185,28 +160,33 @@ class LastingGradients:
     """
 
     def __init__(self, engine: Any) -> None:
-        self._optimizer, self._trained = engine.optimizer, list[tuple[str, Any]]()
+        self._optimizer = optimizer = engine.optimizer
+        self._trained: list[tuple[str, Any]] = []
         self._ever: set[int] = set()
-        self._now: set[int] = set()
-        """Those of this step."""
-        self._at_once: set[int] = set()
-        """Those of its first backward."""
+        self._forget_step()
         stage = engine.zero_optimization_stage()
-        if stage != 3 and not (stage > 0 and getattr(engine.optimizer, "cpu_offload", False)):
+        if stage != 3 and not (stage > 0 and getattr(optimizer, "cpu_offload", False)):
             return
         named = engine.module.named_parameters()
         self._trained = [(name, one) for name, one in named if one.requires_grad and _has_part(one)]
         numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._trained)}
-        writer = "partition_grads" if hasattr(engine.optimizer, "partition_grads") else "copy_grads_in_partition"
 
-        @in_place_of(engine.optimizer, writer)
-        def write(original: Function, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            written = parameters if isinstance(parameters, list) else [parameters]
+        def note(written: Any, *_: Any, **__: Any) -> None:
+            written = written if isinstance(written, list) else [written]
             found = {numbers[id(parameter)] for parameter in written if id(parameter) in numbers}
             self._now |= found
-            if self._optimizer.micro_step_id <= 0:
+            if optimizer.micro_step_id <= 0:
                 self._at_once |= found
-            return original(parameters, *args, **kwargs)
+
+        before(
+            optimizer, "partition_grads" if hasattr(optimizer, "partition_grads") else "copy_grads_in_partition", note
+        )
+
+    def _forget_step(self) -> None:
+        self._now: set[int] = set()
+        """Those that have had gradients in this step."""
+        self._at_once: set[int] = set()
+        """Those that have in its first backward."""
 
     def check(self) -> None:
         """Raises: Unsupported, before an update that would use gradients of an earlier step."""
@@ -223,7 +203,7 @@ class LastingGradients:
                 "without offload",
             )
         self._ever |= self._now
-        self._now, self._at_once = set(), set()
+        self._forget_step()
 
     def without(self) -> list[int]:
         """List the parameters that never had a gradient, by number."""
@@ -231,7 +211,7 @@ class LastingGradients:
 
     def load(self, without: Sequence[int]) -> None:
         self._ever = set(range(len(self._trained))).difference(without)
-        self._now, self._at_once = set(), set()
+        self._forget_step()
 
 
 def _has_part(parameter: Any) -> bool:

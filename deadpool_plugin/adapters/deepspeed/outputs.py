@@ -56,32 +56,27 @@ def encode(value: Any) -> list[Any]:
     """Make the record of `value`: its structure, and for each leaf whether it requires grad, and what is told of it."""
     leaves, spec = pytree.tree_flatten(value)
     objects = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *PLAIN))]
-    if objects and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):  # what is of use must be within
-        raise _not_told(type(objects[0]))
     try:
-        structure = pytree.treespec_dumps(spec)
-    except NotImplementedError as error:  # a namedtuple, whose class followers could not find
-        raise _not_told(type(value)) from error
-    return [structure, [_encode_leaf(leaf) for leaf in leaves]]
-
-
-def _not_told(kind: type) -> Unsupported:
-    return Unsupported(
-        f"a call of the engine returned a {_name(kind)}",
+        if not objects or any(isinstance(leaf, torch.Tensor) for leaf in leaves):  # else what is of use must be within
+            return [pytree.treespec_dumps(spec), [_encode_leaf(leaf) for leaf in leaves]]
+    except NotImplementedError:  # a namedtuple, whose class followers could not find
+        objects = [value]
+    raise Unsupported(
+        f"a call of the engine returned a {_name(objects[0])}",
         "tensors and plain values, in dicts, lists and tuples, or in classes registered with torch's pytrees",
         f"return a dict, or {WHOLE_STEP}",
     )
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _encode_leaf(leaf: Any) -> list[Any]:
     if isinstance(leaf, PLAIN):
         return [False, leaf]
     if not isinstance(leaf, torch.Tensor):
-        return [False, None, _name(type(leaf))]
+        return [False, None, _name(leaf)]
     limit = TOLD_BYTES_MAX if leaf.requires_grad else TENSOR_LIMIT_BYTES
     if leaf.numel() * leaf.element_size() > limit:
         return [leaf.requires_grad, None, str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
@@ -135,33 +130,25 @@ class Placeholder(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        placeholders = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder)]
         if func is torch.ops.aten.copy_.default and isinstance(args[0], Placeholder):
             target, source = args[:2]
             if not isinstance(source, Placeholder) or source.is_told:
                 target.held = torch.empty(target.shape, dtype=target.dtype, device=target.device).copy_(_held(source))
                 return target
+        placeholders = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder)]
+        args, kwargs = pytree.tree_map(_held, (args, kwargs))
         if all(placeholder.is_told for placeholder in placeholders):
-            args, kwargs = pytree.tree_map(_held, (args, kwargs))
             return func(*args, **kwargs)
-        if any(
-            written is not None and not isinstance(written, Placeholder) for written in _written(func, args, kwargs)
-        ):
-            raise _unknown(func)
-        return cls._shapes(func, args, kwargs, placeholders)
-
-    @classmethod
-    def _shapes(cls, function: Any, args: Any, kwargs: Any, placeholders: list[Placeholder]) -> Any:
-        """Return the results of `function` as placeholders."""
         known, device = {id(placeholder.held): placeholder for placeholder in placeholders}, placeholders[0].device
+        if any(written is not None and id(written) not in known for written in _written(func, args, kwargs)):
+            raise _unknown(func)
         if kwargs.get("device") is not None:
             device, kwargs = torch.device(kwargs["device"]), {**kwargs, "device": torch.device("meta")}
-        args, kwargs = pytree.tree_map(_held, (args, kwargs))
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda held: held.to("meta"), (args, kwargs))
         try:
-            value = function(*args, **kwargs)
+            value = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:  # its shape, or a number, depends on the values
-            raise _unknown(function) from error
+            raise _unknown(func) from error
         return pytree.tree_map_only(
             torch.Tensor, lambda made: known[id(made)] if id(made) in known else cls(made, device), value
         )

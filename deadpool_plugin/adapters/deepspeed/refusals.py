@@ -6,13 +6,14 @@ the process groups or outside the calls; a version of DeepSpeed that lacks the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...errors import Unsupported
-from ..common import REMEDY, Function, Option, in_place_of, options, refuse
+from ..common import REMEDY, Function, Option, before, in_place_of, options, refuse
 from .optimizer import check_kind
 
 COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
@@ -101,33 +102,18 @@ def check_recurrent(model: Any) -> None:
             )
 
 
-def check_eight_bits(modules: Iterable[Any]) -> None:
-    """Raises: Unsupported for a layer that has trained in fp8."""
-    # Transformer Engine's layers keep scales and their histories past buffers (accelerate's `mixed_precision: fp8` puts
-    # them into a model).
-    for module in modules:
-        if getattr(module, "fp8_initialized", False):
-            raise Unsupported(
-                f"a {type(module).__name__} trains in fp8, whose scaling factors are not mirrored", "bf16", REMEDY
-            )
-
-
-def check_hooks() -> None:
-    """Raises: Unsupported for a forward whose activations go somewhere else by torch's saved-tensor hooks."""
-    # A redo would keep them on the device, and the hooks' owner would wait for those of the interrupted forward.
-    if torch._C._autograd._top_saved_tensors_default_hooks(True):
-        raise Unsupported(
-            "engine.forward is called within saved-tensor hooks (activation offloading)",
-            "a forward without them",
-            f"recompute activations instead (activation checkpointing), {REMEDY}",
-        )
-
-
 def install(engine_class: Any, is_training: Callable[[], bool]) -> None:
     """Refuse optimizers, and once `is_training` what would change an engine's state between calls."""
-    for name, remedy in METHODS.items():
-        if hasattr(engine_class, name):
-            _refuse_method(engine_class, name, remedy, is_training)
+
+    def check_method(name: str, engine: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_training():
+            return
+        # Megatron-DeepSpeed tells the engine its batch size before every step.
+        if name != "set_train_batch_size" or engine.train_batch_size() not in (*args, *kwargs.values()):
+            raise Unsupported(f"engine.{name} was called during training", remedy=f"{METHODS[name]}, {REMEDY}")
+
+    for name in filter(functools.partial(hasattr, engine_class), METHODS):
+        before(engine_class, name, functools.partial(check_method, name))
     if hasattr(engine_class, "_do_optimizer_sanity_check"):
 
         @in_place_of(engine_class, "_do_optimizer_sanity_check")
@@ -137,14 +123,3 @@ def install(engine_class: Any, is_training: Callable[[], bool]) -> None:
             except AssertionError:  # it asks for `zero_allow_untested_optimizer`, which does not help here
                 check_kind(optimizer)
                 raise
-
-
-def _refuse_method(engine_class: Any, name: str, remedy: str, is_training: Callable[[], bool]) -> None:
-    @in_place_of(engine_class, name)
-    def method(original: Function, engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_training():
-            # Megatron-DeepSpeed tells the engine its batch size before every step.
-            same = name == "set_train_batch_size" and engine.train_batch_size() in (*args, *kwargs.values())
-            if not same:
-                raise Unsupported(f"engine.{name} was called during training", remedy=f"{remedy}, {REMEDY}")
-        return original(engine, *args, **kwargs)

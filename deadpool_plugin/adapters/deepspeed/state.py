@@ -2,13 +2,19 @@
 
 Rules of this file: nothing is rebound after `EngineState` is built; restoring copies into the live tensors (but for
 buffers that the forward itself replaces). Masters are what the engine's basic optimizer updates: this rank's fp32
-partitions with ZeRO and in BF16_Optimizer, the model's own parameters without ZeRO in fp32.
+partitions with ZeRO and in BF16_Optimizer, the model's own parameters without ZeRO in fp32. The remains of an
+interrupted call are put back as they were before the first forward. Survivors must not remember more than a newcomer:
+what is prefetched, and which module gathers a parameter that another one owns, decides the order of collectives.
+Source: DeepSpeed 0.19.8, runtime/zero/stage3.py, parameter_offload.py, partition_parameters.py.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +22,9 @@ import torch.distributed as dist
 
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Scalars
-from ...worker.module_state import Buffers, Values
-from ..common import group_scalars, load_group_scalars
+from ...worker.module_state import Buffers, Values, is_plain
+from ..common import REMEDY
 from .optimizer import Adam, Frozen, LastingGradients
-from .refusals import check_eight_bits
-from .transient_state import Attributes, Partitioned, TransientState
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
             "_unmanaged_backward_count")  # fmt: skip
@@ -41,9 +45,12 @@ SCALERS = ("loss_scaler", "loss_scale_config")
 ZERO3_ATTRIBUTES = frozenset({"_external_params", "all_parameters", "_original_parameters",
                               "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"})  # fmt: skip
 """ZeRO 3's on each module of a model, beside what `_is_deepspeeds` knows."""
+OF_MODULES = ("_external_params", "ds_recompute_parameters", "ds_grads_remaining")
+"""ZeRO 3's. A survivor that still knew `_external_params` (shared parameters) would gather them before the newcomer."""
 OF_OPTIMIZER = ("overflow", "_global_grad_norm", "clip_grad", "custom_loss_scaler", "external_loss_scale")
 GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 """Attributes with the parameters that an optimizer updates: of ZeRO 1 and 2, BF16_Optimizer, ZeRO 3 and FP16_*."""
+CONTAINERS = (dict, list, set, deque)
 
 
 def _is_deepspeeds(attribute: str) -> bool:
@@ -62,7 +69,8 @@ class EngineState:
         self._modules, self._parameters = list(engine.module.modules()), list(engine.module.parameters())
         self._parameter_ids = {id(parameter) for parameter in self._parameters}
         self._values = Values(self._modules, _is_deepspeeds)
-        self._eight_bits = [module for module in self._modules if hasattr(module, "fp8_initialized")]
+        # Transformer Engine's layers (accelerate's `mixed_precision: fp8`) keep scales and histories past buffers.
+        self._eight_bits: list[Any] = [module for module in self._modules if hasattr(module, "fp8_initialized")]
         self._trained: list[bool] = []
         self._partitioned = None
         in_groups = [parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]]
@@ -85,7 +93,8 @@ class EngineState:
             *parts,
             *self.changing,
         ]
-        self._optimizer_before, self._pipeline_before = TransientState(optimizer), Attributes([engine], OF_PIPELINE)
+        self._before = TransientState(optimizer)
+        self._before.note_attributes([engine], OF_PIPELINE)
         self._gradients = [(master, master.grad) for master in masters]
         self.lasting = LastingGradients(engine)
 
@@ -97,15 +106,17 @@ class EngineState:
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` lies in parameters or buffers. Raises: Unsupported if it is a gradient."""
         memory = tensor.untyped_storage().data_ptr()
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if any(memory == gradient.untyped_storage().data_ptr() for gradient in gradients):
+
+        def lies_in(tensors: Iterable[torch.Tensor]) -> bool:
+            return any(memory == one.untyped_storage().data_ptr() for one in tensors)
+
+        if lies_in(parameter.grad for parameter in self._parameters if parameter.grad is not None):
             raise Unsupported(
                 "the script communicates gradients outside the engine's calls",
                 "the engine to reduce them",
                 f"leave gradients to engine.backward and engine.step, or {WHOLE_STEP}",
             )
-        own = any(memory == parameter.untyped_storage().data_ptr() for parameter in self._parameters)
-        return own or self.buffers.hold(tensor)
+        return lies_in(self._parameters) or self.buffers.hold(tensor)
 
     def has_parameter(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._parameter_ids
@@ -121,7 +132,7 @@ class EngineState:
             "module": _some(self.engine.module, OF_PIPELINE_MODULE),
             "values": self._values.changed(),
             "optimizer": _some(optimizer, OF_OPTIMIZER),
-            "groups": group_scalars(self.adam.groups),
+            "groups": self.adam.scalars(),
             "scheduler": plain_state(self.engine.lr_scheduler),
             "scalers": [plain_state(getattr(optimizer, name, None)) for name in SCALERS],
         }
@@ -133,14 +144,18 @@ class EngineState:
         self._values.load(visible["values"])
         vars(self.engine.module).update(visible["module"])
         vars(optimizer).update(visible["optimizer"])
-        load_group_scalars(self.adam.groups, visible["groups"])
+        self.adam.load_scalars(visible["groups"])
         load_plain_state(self.engine.lr_scheduler, visible["scheduler"])
         for name, state in zip(SCALERS, visible["scalers"], strict=True):
             load_plain_state(getattr(optimizer, name, None), state)
 
     def scalars(self) -> Scalars:
         self.frozen.check_unchanged()
-        check_eight_bits(self._eight_bits)
+        for module in self._eight_bits:
+            if module.fp8_initialized:
+                raise Unsupported(
+                    f"a {type(module).__name__} trains in fp8, whose scaling factors are not mirrored", "bf16", REMEDY
+                )
         self.buffers.follow()
         without = self.lasting.without()
         return {"visible": self.visible(), "steps": self.adam.steps(), "without_gradients": without}
@@ -180,8 +195,7 @@ class EngineState:
         from deepspeed.runtime.activation_checkpointing import checkpointing
 
         self.adam.optimizer.param_groups = self.adam.groups  # ZeRO lends the optimizer one group at a time
-        self._optimizer_before.restore()
-        self._pipeline_before.restore()
+        self._before.restore()
         if self._partitioned:
             self._partitioned.clean()
         vars(self.engine).update({name: type(value)() for name, value in _some(self.engine, UNDER_WAY).items()})
@@ -219,6 +233,114 @@ class EngineState:
             for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
                 for parameter, part in zip(group, flat.data.split([p.numel() for p in group]), strict=True):
                     parameter.data.copy_(part.view(parameter.shape))
+
+
+# ---- what an interrupted call leaves
+
+
+class TransientState:
+    """The plain attributes and containers of `roots`, and of all objects of DeepSpeed's runtime below them.
+
+    Noted when nothing is under way. Objects and containers stay the same. Tensors are noted by reference: their values
+    are `EngineState`'s (of gradients that outlive a step nobody's: `LastingGradients`).
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self._restores: list[Callable[[], None]] = []
+        self._seen: set[int] = set()
+        for root in roots:
+            self._note(root)
+
+    def note_attributes(self, owners: Sequence[Any], names: Sequence[str]) -> None:
+        """Note the attributes `names` of each of `owners` that has them, with their content; no others."""
+        for owner in owners:
+            found = _some(owner, names)
+            self._restores.append(functools.partial(vars(owner).update, found))
+            for value in found.values():
+                self._note(value)
+
+    def restore(self) -> None:
+        for restore in self._restores:
+            restore()
+
+    def _note(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        if isinstance(value, CONTAINERS):
+            held = value.copy()
+            restore = functools.partial(_refill, value, held)
+        elif _is_runtime_object(value):
+            held = dict(vars(value))
+            restore = functools.partial(_reset, value, held)
+        else:
+            return
+        self._seen.add(id(value))
+        self._restores.append(restore)
+        for one in held.values() if isinstance(held, dict) else held:
+            self._note(one)
+
+
+def _refill(container: Any, items: Any) -> None:
+    container.clear()
+    container.extend(items) if isinstance(container, (list, deque)) else container.update(items)
+
+
+def _reset(value: Any, attributes: dict[str, Any]) -> None:
+    # An answer found out once, perhaps by a collective, and kept under a name that was not there: no newcomer has it.
+    # What is not plain was allocated on the way, and every process makes it without the others.
+    for name in [name for name, found in vars(value).items() if name not in attributes and is_plain(found)]:
+        delattr(value, name)
+    vars(value).update(attributes)
+
+
+def _is_runtime_object(value: Any) -> bool:
+    """Return whether `value` has state of DeepSpeed's: no model, configuration, class or function."""
+    if isinstance(value, (torch.nn.Module, torch.Tensor, type)) or not hasattr(value, "__dict__"):
+        return False
+    module, dataclass = type(value).__module__, vars(type(value)).get("__dataclass_params__")
+    is_frozen = dataclass is not None and dataclass.frozen
+    return module.startswith("deepspeed.runtime.") and ".config" not in module and not is_frozen
+
+
+class Partitioned:
+    """The parameters of an engine with ZeRO 3: partitioned, and gathered while a module runs."""
+
+    def __init__(self, modules: Sequence[Any], parameters: Sequence[Any]) -> None:
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+        self._modules, self._parameters = modules, parameters
+        self._before = TransientState(FWD_MODULE_STACK, *map(vars, parameters))
+        self._before.note_attributes(modules, OF_MODULES)
+
+    def clean(self) -> None:
+        """Leave nothing gathered or in use. Never communicates."""
+        from deepspeed.runtime.zero.partition_parameters import free_param
+        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+        _clear_caches(PartitionedParameterCoordinator)
+        self._before.restore()
+        for module in self._modules:
+            if "applied_pre_backward_ref_cnt" in vars(module):
+                module.applied_pre_backward_ref_cnt = 0
+            if hasattr(module._parameters, "_in_forward"):
+                module._parameters._in_forward = False
+        for parameter in self._parameters:
+            parameter.ds_active_sub_modules.clear()
+            free_param(parameter)
+
+
+def _clear_caches(owner: type) -> None:
+    """Clear the caches of methods that remember their answers: of an earlier trace, to what is released when.
+
+    A survivor that kept them kept parameters that the newcomer gathered, and hung in the first evaluation after a swap.
+    """
+    todo = list(vars(owner).values())
+    while todo:
+        method = todo.pop()
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
+        elif isinstance(method, types.FunctionType):  # DeepSpeed's decorators leave no trace but closures
+            todo += [cell.cell_contents for cell in method.__closure__ or () if callable(cell.cell_contents)]
 
 
 # ---- plain values of small objects with state: engines' counters, schedules, loss scalers

@@ -8,14 +8,13 @@ Source: DeepSpeed 0.19.8, runtime/zero/partition_parameters.py, partitioned_para
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.codec import TENSOR_LIMIT_BYTES
-from ..common import REMEDY, Function, in_place_of
+from ..common import REMEDY, Function, before, in_place_of
 from .calls import EngineCall, EngineCalls, Forward
 
 
@@ -23,8 +22,13 @@ def install(calls: EngineCalls) -> None:
     """Wrap and refuse. Once, before the engine is built."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    _wrap_gathering(calls, GatheredParameters, "__enter__", Enter)
-    _wrap_gathering(calls, GatheredParameters, "__exit__", Exit)
+    def gathering(kind: type[Enter | Exit], original: Function, context: Any, *exc: Any) -> Any:
+        if calls.busy or not calls.is_training or not context.enabled:
+            return original(context, *exc)
+        return calls.handler(kind(calls, original, context, *exc))
+
+    for kind in (Enter, Exit):
+        in_place_of(GatheredParameters, kind.method)(functools.partial(gathering, kind))
     refuse_parts(calls)
     refuse_taking_hooks(calls)
 
@@ -33,24 +37,42 @@ def refuse_parts(calls: EngineCalls) -> None:
     """Refuse to gather parameters for anything but calls, once training has begun."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-    @in_place_of(PartitionedParameterCoordinator, "fetch_sub_module")
-    def fetch_sub_module(original: Function, coordinator: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def check(coordinator: Any, module: Any, *_: Any, **__: Any) -> None:
         if calls.is_training and not calls.busy:
             raise Unsupported(
                 f"a part of the engine's model ({type(module).__name__}) was called by itself, with ZeRO 3",
                 "the whole model to be called: engine(...), or engine.module(...)",
                 f"let the model's forward choose what it computes, or {WHOLE_STEP}",
             )
-        return original(coordinator, module, *args, **kwargs)
+
+    before(PartitionedParameterCoordinator, "fetch_sub_module", check)
 
 
-def _wrap_gathering(calls: EngineCalls, owner: Any, name: str, kind: Callable[..., EngineCall]) -> None:
-    @in_place_of(owner, name)
-    def method(original: Function, context: Any, *args: Any) -> Any:
-        if calls.busy or not calls.is_training or not context.enabled:
-            return original(context, *args)
-        function = functools.partial(original, context)
-        return calls.handler(kind(calls, f"GatheredParameters.{name}", function, context, *args))
+def refuse_taking_hooks(calls: EngineCalls) -> None:
+    """Refuse to take the hooks off for a while, as `unwrap_model_for_generation` of DeepSpeed and trl does.
+
+    It asks for them first. A swap meanwhile would run the model without them, one after that believe in those that are
+    gone.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    ending = list[bool]()  # by engine.destroy()
+    before(DeepSpeedZeRoOffload, "_remove_module_hooks", lambda _: ending.append(True))
+
+    def get(name: str, offload: Any) -> Any:
+        if calls.is_training and not ending:
+            raise Unsupported(
+                "ZeRO 3's hooks were to be taken off the engine's model during training (unwrap_model_for_generation)",
+                "them to stay",
+                f"generate with the model as it is (generate(..., synced_gpus=True)), {REMEDY}",
+            )
+        return vars(offload)[name]
+
+    def put(name: str, offload: Any, hooks: Any) -> None:
+        vars(offload)[name] = hooks
+
+    for name in ("forward_hooks", "backward_hooks"):
+        setattr(DeepSpeedZeRoOffload, name, property(functools.partial(get, name), functools.partial(put, name)))
 
 
 class Enter(EngineCall):
@@ -60,8 +82,10 @@ class Enter(EngineCall):
     and never taken for numbers.
     """
 
-    def __init__(self, calls: EngineCalls, name: str, function: Function, context: Any) -> None:
-        super().__init__(calls, name, function)
+    method = "__enter__"
+
+    def __init__(self, calls: EngineCalls, original: Function, context: Any) -> None:
+        super().__init__(calls, f"GatheredParameters.{self.method}", original, context)
         self._parameters = context.params
         self.held: list[torch.Tensor] = []
         """Parameters as the script has them while it is inside, with its changes in place."""
@@ -90,8 +114,10 @@ class Enter(EngineCall):
 class Exit(EngineCall):
     """The parameters are partitioned again, with the body's changes where the context has a `modifier_rank`."""
 
-    def __init__(self, calls: EngineCalls, name: str, function: Function, context: Any, *exc: Any) -> None:
-        super().__init__(calls, name, function)
+    method = "__exit__"
+
+    def __init__(self, calls: EngineCalls, original: Function, context: Any, *exc: Any) -> None:
+        super().__init__(calls, f"GatheredParameters.{self.method}", original, context)
         self._exc, self._parameters = exc, context.params
         self._enter: Enter | None = vars(context).pop("deadpool_enter", None)
         parts = [] if context.src_rank is None else [parameter.ds_tensor for parameter in self._parameters]
@@ -118,37 +144,6 @@ class Exit(EngineCall):
             free_param(parameter)
 
 
-def refuse_taking_hooks(calls: EngineCalls) -> None:
-    """Refuse to take the hooks off for a while, as `unwrap_model_for_generation` of DeepSpeed and trl does.
-
-    It asks for them first. A swap meanwhile would run the model without them, one after that believe in those that are
-    gone.
-    """
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-
-    ending = []
-
-    @in_place_of(DeepSpeedZeRoOffload, "_remove_module_hooks")
-    def remove_at_the_end(original: Function, offload: Any) -> None:
-        ending.append(True)  # engine.destroy()
-        original(offload)
-
-    def get(name: str, offload: Any) -> Any:
-        if calls.is_training and not ending:
-            raise Unsupported(
-                "ZeRO 3's hooks were to be taken off the engine's model during training (unwrap_model_for_generation)",
-                "them to stay",
-                f"generate with the model as it is (generate(..., synced_gpus=True)), {REMEDY}",
-            )
-        return vars(offload)[name]
-
-    def put(name: str, offload: Any, hooks: Any) -> None:
-        vars(offload)[name] = hooks
-
-    for name in ("forward_hooks", "backward_hooks"):
-        setattr(DeepSpeedZeRoOffload, name, property(functools.partial(get, name), functools.partial(put, name)))
-
-
 class ModelCall:
     """An engine's model where the script calls it past the engine: with ZeRO 3 a call as `engine.forward` is.
 
@@ -164,10 +159,10 @@ class ModelCall:
         if self._calls.busy:
             return self._inner(*args, **kwargs)
 
-        def inner(_: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def model(_: Any, /, *args: Any, **kwargs: Any) -> Any:
             return self._inner(*args, **kwargs)
 
-        return self._calls.handler(Forward(self._calls, inner, self._engine, *args, **kwargs))
+        return self._calls.handler(Forward(self._calls, "engine.forward", model, self._engine, *args, **kwargs))
 
     @classmethod
     def watch(cls, calls: EngineCalls, engine: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -59,29 +59,42 @@ class Reduction(Call):
     """A function that reduces tracked losses. Followers get the reduced sums: they log and add up the same."""
 
     def outcome(self, value: Any) -> Scalars:
-        return plain({name: entry for name, entry in noted().items() if name not in (LOOP, MACHINE)})
+        return {name: entry for name, entry in noted().items() if name not in (LOOP, MACHINE)}
 
     def skipped(self, outcome: Scalars) -> None:
-        load(outcome)
+        put_back(outcome)
 
 
 def noted() -> dict[str, Entry]:
-    """Copy the entries of all trackers, and the rerun state machine's attributes.
+    """Copy the entries of all trackers, and the rerun state machine's attributes: whether a group, then its name or
+    the value.
 
     The machine asserts in every forward that it is inside a step, which the script begins and ends between calls: a
     forward redone from inside the optimizer's step would raise.
     """
-    found = {}
+    names, found = c10d._world.pg_names, {}
     for name, entry in _live().items():
         keys = LENGTHS if name == LOOP else entry.keys()
-        if fields := {key: _copied(entry[key]) for key in keys if key in entry}:
-            found[name] = fields
+        fields = {key: entry[key] for key in keys if key in entry}
+        if fields:
+            found[name] = {
+                key: (True, names[value]) if isinstance(value, c10d.ProcessGroup) else (False, _copied(value))
+                for key, value in fields.items()
+            }
     return found
 
 
+def plain(saved: dict[str, Entry]) -> Scalars:
+    """Select from what `noted` returned what a newcomer needs of forwards that it did not run."""
+    return {
+        name: {key: value for key, value in entry.items() if name != MACHINE or key in MAXIMA}
+        for name, entry in saved.items()
+    }
+
+
 def put_back(saved: dict[str, Entry]) -> None:
-    """Make the trackers what `noted` returned."""
-    live = _live()
+    """Make the trackers what `noted` returned, here or in another process of the rank."""
+    live, groups = _live(), {name: group for group, name in c10d._world.pg_names.items()}
     for name in live.keys() - saved.keys() - {LOOP, MACHINE}:
         for value in live[name].values():
             if isinstance(value, torch.Tensor):
@@ -90,40 +103,18 @@ def put_back(saved: dict[str, Entry]) -> None:
         if name not in live:
             metrics, make = _metrics()
             live[name] = _fields(metrics.setdefault(name, make()))
-        for key, value in fields.items():
+        for key, (is_group, value) in fields.items():
             mine = live[name].get(key)
             if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor) and mine.shape == value.shape:
                 mine.copy_(value)
             else:
-                live[name][key] = _copied(value)
+                live[name][key] = groups[value] if is_group else _copied(value)
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     return value.copy() if isinstance(value, dict) else value
-
-
-def plain(saved: dict[str, Entry]) -> Scalars:
-    """Select from what `noted` returned what a newcomer needs of forwards that it did not run. Groups go by name."""
-    names = c10d._world.pg_names
-
-    def encoded(value: Any) -> tuple[bool, Any]:
-        return (True, names[value]) if isinstance(value, torch.distributed.ProcessGroup) else (False, value)
-
-    return {
-        name: {key: encoded(value) for key, value in entry.items() if name != MACHINE or key in MAXIMA}
-        for name, entry in saved.items()
-    }
-
-
-def load(scalars: Scalars) -> None:
-    """Put back the trackers of another process, or an earlier state of this one's: what `plain` returned."""
-    groups = {name: group for group, name in c10d._world.pg_names.items()}
-    put_back({
-        name: {key: groups[value] if is_group else value for key, (is_group, value) in entry.items()}
-        for name, entry in scalars.items()
-    })  # fmt: skip
 
 
 def _live() -> dict[str, Entry]:
@@ -147,28 +138,6 @@ def _metrics() -> tuple[dict[str, Any], Callable[[], Any]]:
 
 def _fields(entry: Any) -> Entry:
     return entry if isinstance(entry, dict) else vars(entry)
-
-
-def running(timers: Sequence[Any]) -> Callable[[], None]:
-    """Note which timers run; the result sets them so. One that an interruption left running could not be started.
-
-    `timers` may grow meanwhile: a new one was not running now.
-    """
-    started = {timer for timer in timers if timer._started}
-
-    def put_back() -> None:
-        for timer in timers:
-            timer._started = timer in started
-
-    return put_back
-
-
-def forget_listings() -> None:
-    """Forget which files cached logits on remote storage have (megatron/training, from core_v0.19.0 on)."""
-    # Rank 0 tells the others in a broadcast at the first look, and a newcomer looks for the first time.
-    module = sys.modules.get("megatron.training.distillation.utils_logits")
-    if module is not None:
-        vars(module).get("_STORAGE_GLOB_CACHE", {}).clear()
 
 
 # ---- gradient buckets: groups keep handles, a dispatched flag, and counts of gradients seen
@@ -218,13 +187,3 @@ class NoSync:
     def _set_last_microbatch(self, value: bool) -> None:
         for group in bucket_groups(self._chunk):
             group.is_last_microbatch = value
-
-
-def set_forward_hooks(chunk: Any, enabled: bool) -> None:
-    """Set whether forwards wait for gathered parameters: scripts switch that off around evaluation and saving."""
-    if not chunk.use_forward_hook or enabled == bool(chunk.remove_forward_pre_hook_handles):
-        return
-    if enabled:
-        chunk.enable_forward_pre_hook()
-    else:
-        chunk.disable_forward_pre_hook(param_sync=False)

@@ -22,8 +22,8 @@ from ...errors import Unsupported
 from ...worker.copies import structure
 from ...worker.functions import Call, CallHandler
 from ...worker.patching import replace
-from ...worker.saving import Flight, FolderSave, SaveCall, Saves, die_with_trainer, kill_tree
-from ..common import Function, in_place_of
+from ...worker.saving import Flight, FolderSave, Saves, die_with_trainer, kill_tree
+from ..common import Function, MethodSave, in_place_of
 
 WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """Names of the functions that run in a writer's process; the third replaced the second in 0.17."""
@@ -44,14 +44,14 @@ def install(saves: Saves) -> None:
     _wrap(saves, queue, "maybe_finalize_async_calls", Finalize)
     _wrap(saves, queue, "close", QueueCall)  # it finalizes all calls first, by the function above
     for owner in (optimizer.ChainedOptimizer, distrib_optimizer.DistributedOptimizer):
-        _wrap(saves, owner, "save_parameter_state", MethodCall)
+        _wrap(saves, owner, "save_parameter_state", MethodSave)
     for name in WRITERS:
         if hasattr(filesystem_async.FileSystemWriterAsync, name):
             _tie_to_trainer(filesystem_async.FileSystemWriterAsync, name)
     saves.on_cancel.append(_drain_results)
 
 
-def _wrap(saves: Saves, owner: type, name: str, kind: type[MethodCall]) -> None:
+def _wrap(saves: Saves, owner: type, name: str, kind: type[MethodSave]) -> None:
     setattr(owner, name, saves.wrapped(getattr(owner, name), kind))
 
 
@@ -222,58 +222,38 @@ class RequestFlight(Flight):
             self.queue.async_calls.remove(self.active)
 
 
-class MethodCall(SaveCall):
-    """A method of a queue of saves, or of an optimizer that gathers and writes its part of a checkpoint."""
-
-    def __init__(self, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._saves, self._original, self._args, self._kwargs = saves, original, args, kwargs
-        self.name = original.__qualname__
-
-    def __call__(self) -> Any:
-        return self._original(*self._args, **self._kwargs)
-
-
-class QueueCall(MethodCall):
+class QueueCall(MethodSave):
     gated = False
-
-    @property
-    def _queue(self) -> Any:
-        return self._args[0]
-
-    def outcome(self, value: Any) -> Any:
-        return value
-
-    def skipped(self, outcome: Any) -> Any:
-        return outcome
 
 
 class Schedule(QueueCall):
     """`schedule_async_request`, of a request that a swap may have cancelled since it was made."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._index = self._queue.call_idx
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        _, self._request = self._arguments.values()
+        self._index = self._owner.call_idx
 
     def __call__(self) -> int:
-        (request,) = (*self._args[1:], *self._kwargs.values())
-        if getattr(self._queue, "persistent", False):
+        queue, request = self._owner, self._request
+        if getattr(queue, "persistent", False):
             # Its one writer would take the request only once all before it are written, and upstream waits for that
             # where a swap, which kills the writer, could not interrupt it (`preload_q.join`).
-            self._queue.maybe_finalize_async_calls(blocking=True)
+            queue.maybe_finalize_async_calls(blocking=True)
         flight = getattr(request.finalize_fns, "flight", None)
         if flight is None:  # made by somebody else's code
             flight = RequestFlight(self._saves, "", request, keep_files=True)
             self._saves.launch(flight)
-        self._queue.call_idx = self._index
+        queue.call_idx = self._index
         if flight.cancelled:  # on all ranks
-            self._queue.call_idx += 1
-            return int(self._queue.call_idx)
-        index = self._original(self._queue, flight.made._replace(finalize_fns=request.finalize_fns))
-        flight.queue, flight.active = self._queue, self._queue.async_calls[-1]
+            queue.call_idx += 1
+            return int(queue.call_idx)
+        index = self._original(queue, flight.made._replace(finalize_fns=request.finalize_fns))
+        flight.queue, flight.active = queue, queue.async_calls[-1]
         return int(index)
 
     def skipped(self, outcome: Any) -> int:
-        self._queue.call_idx = outcome
+        self._owner.call_idx = outcome
         return int(outcome)
 
 
@@ -286,20 +266,19 @@ class Finalize(QueueCall):
     """
 
     def __call__(self) -> list[int]:
-        given = inspect.signature(self._original).bind(*self._args, **self._kwargs).arguments
-        if not given.get("blocking"):
-            return self._look(*self._args[1:], **self._kwargs)
+        if not self._arguments.get("blocking"):
+            return self._look(self._arguments)
         finalized: list[int] = []
         while True:
-            finalized += self._look()
-            if not self._queue.async_calls:
+            finalized += self._look({"self": self._owner})
+            if not self._owner.async_calls:
                 return finalized
             time.sleep(LOOK_EVERY_S)
 
-    def _look(self, *args: Any, **kwargs: Any) -> list[int]:
+    def _look(self, arguments: dict[str, Any]) -> list[int]:
         flights = [flight for flight in list(self._saves.flights) if isinstance(flight, RequestFlight)]
-        waiting = [flight for flight in flights if flight.queue is self._queue]
-        finalized: list[int] = self._original(self._queue, *args, **kwargs)
+        waiting = [flight for flight in flights if flight.queue is self._owner]
+        finalized: list[int] = self._original(**arguments)
         for flight in waiting:
             if flight.active.idx in finalized:
                 flight.completed()

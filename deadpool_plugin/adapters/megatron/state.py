@@ -8,7 +8,8 @@ optimizer has them: `torch.save` writes whole storages, and views of one would m
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from ...errors import Unsupported
 from ...worker.adapter import Scalars
 from ...worker.module_state import PLAIN, Buffers, Values, is_plain
-from .. import common
+from ..common import REMEDY, AdamState, Option, refuse
 from . import bookkeeping
 
 SUPPORTED = ("Adam", "AdamW", "FusedAdam")
@@ -26,7 +27,7 @@ OF_MODULES = frozenset(
     {"current_microbatch", "max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached"}
 )
 """Attributes: what pipeline_parallel/schedules.py tells layers for CUDA graphs, and what CACHES were made for."""
-PRECISION = common.Option("use_precision_aware_optimizer", "keeps moments that are not fp32", "switch it off")
+PRECISION = Option("use_precision_aware_optimizer", "keeps moments that are not fp32", "switch it off")
 
 
 class TrainingState:
@@ -41,14 +42,13 @@ class TrainingState:
     def __init__(self, chunks: Sequence[Any], optimizer: Any, schedulers: Sequence[Any], timers: Sequence[Any]) -> None:
         self._chunks, self._optimizer, self._schedulers, self._timers = chunks, optimizer, schedulers, timers
         self._parts = [part for part in parts_of(optimizer) if getattr(part, "optimizer", None) is not None]
-        for part in self._parts:
-            _check_supported(part)
+        self._adams = list(map(_adam_of, self._parts))
         frozen = [n for chunk in chunks for n, p in chunk.module.named_parameters() if not p.requires_grad]
         if frozen:
             raise Unsupported(
                 f"{len(frozen)} parameters are frozen (first: {frozen[0]}), which a replacement rank could not rebuild",
                 "none",
-                f"train all parameters, {common.REMEDY}",
+                f"train all parameters, {REMEDY}",
             )
         self._modules = [module for chunk in chunks for module in chunk.modules()]
         for module in self._modules:
@@ -58,7 +58,10 @@ class TrainingState:
         modules = [module for chunk in chunks for module in chunk.module.modules()]
         self.buffers, self._values = Buffers(modules, CACHES), Values(modules, OF_MODULES.__contains__)
         self.changing: Sequence[torch.Tensor] = self.buffers.tensors
-        held = [tensor for part in self._parts for tensor in _tensors(part)]
+        held = []
+        for adam in self._adams:
+            for master, *moments in zip(adam.masters, adam.moments[::2], adam.moments[1::2], strict=True):
+                held += [master.data, *moments]
         self.shard: Sequence[torch.Tensor] = [*merge_neighbours(held), *self.changing]
         memory = [parameter for chunk in chunks for parameter in chunk.parameters()]
         memory += [b.grad_data for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
@@ -81,14 +84,17 @@ class TrainingState:
 
     def visible(self) -> Scalars:
         return {
-            "groups": [common.group_scalars(part.optimizer.param_groups) for part in self._parts],
-            "schedulers": [_scheduler_state(scheduler) for scheduler in self._schedulers],
+            "groups": [adam.scalars() for adam in self._adams],
+            "schedulers": [  # plain numbers; its optimizer and call-backs are not state
+                {name: value for name, value in vars(scheduler).items() if isinstance(value, PLAIN)}
+                for scheduler in self._schedulers
+            ],
             "values": self._values.changed(),
         }
 
     def show(self, visible: Scalars) -> None:
-        for part, groups in zip(self._parts, visible["groups"], strict=True):
-            common.load_group_scalars(part.optimizer.param_groups, groups)
+        for adam, groups in zip(self._adams, visible["groups"], strict=True):
+            adam.load_scalars(groups)
         for scheduler, saved in zip(self._schedulers, visible["schedulers"], strict=True):
             # load_state_dict is additive on a live scheduler (it steps by the saved count), so set it outright.
             vars(scheduler).update(saved)
@@ -98,10 +104,7 @@ class TrainingState:
         self.buffers.follow()
         return {
             "visible": self.visible(),
-            "steps": [
-                [float(state["step"]) if "step" in state else None for _, state in _parameters(part)]
-                for part in self._parts
-            ],
+            "steps": [adam.steps() for adam in self._adams],
             "scalers": [_scaler_state(part) for part in self._parts],
             "learned": self._learned.changed(),
             "tracked": bookkeeping.plain(bookkeeping.noted()),
@@ -110,34 +113,37 @@ class TrainingState:
     def load(self, scalars: Scalars) -> None:
         self.show(scalars["visible"])
         self._learned.load(scalars["learned"])
-        for part, steps, scaler in zip(self._parts, scalars["steps"], scalars["scalers"], strict=True):
-            common.load_steps((state for _, state in _parameters(part)), steps)
+        for adam, steps in zip(self._adams, scalars["steps"], strict=True):
+            adam.load_steps(steps)
+        for part, scaler in zip(self._parts, scalars["scalers"], strict=True):
             if scaler is not None:
                 part.grad_scaler.load_state_dict(
                     {k: torch.tensor([v]) if k == "scale" else v for k, v in scaler.items()}
                 )
-        bookkeeping.load(scalars["tracked"])
+        bookkeeping.put_back(scalars["tracked"])
 
     def entry_state(self) -> Callable[[], None]:
         training = [module.training for module in self._modules]
         configs = [(chunk.config, dict(vars(chunk.config))) for chunk in self._chunks]
-        hooks = [(chunk, bool(chunk.remove_forward_pre_hook_handles)) for chunk in self._chunks]
+        # Whether forwards wait for gathered parameters: scripts switch that off around evaluation and saving.
+        hooked = [bool(chunk.remove_forward_pre_hook_handles) for chunk in self._chunks]
         reducing = [getattr(chunk, "force_all_reduce", False) for chunk in self._chunks]  # from 0.16 on
         visible, learned, buffers = self.visible(), self._learned.changed(), self.buffers.entry()
-        tracked, restore_timers = bookkeeping.noted(), bookkeeping.running(self._timers)
+        tracked, running = bookkeeping.noted(), {timer for timer in self._timers if timer._started}
 
         def restore() -> None:
             for module, flag in zip(self._modules, training, strict=True):
                 module.training = flag
             for config, fields in configs:
                 vars(config).update(fields)
-            for chunk, enabled in hooks:
-                bookkeeping.set_forward_hooks(chunk, enabled)
-            for chunk, forced in zip(self._chunks, reducing, strict=True):
+            for chunk, enabled, forced in zip(self._chunks, hooked, reducing, strict=True):
+                if chunk.use_forward_hook and enabled != bool(chunk.remove_forward_pre_hook_handles):
+                    chunk.enable_forward_pre_hook() if enabled else chunk.disable_forward_pre_hook(param_sync=False)
                 chunk.force_all_reduce = forced
             self.show(visible)
             bookkeeping.put_back(tracked)
-            restore_timers()
+            for timer in self._timers:  # one that an interruption left running could not be started
+                timer._started = timer in running
             self._learned.load(learned)
             self.buffers.load_entry(buffers)
 
@@ -163,12 +169,8 @@ class TrainingState:
             if chunk.ddp_config.use_distributed_optimizer:
                 chunk.start_param_sync(force_sync=True)
         bookkeeping.reset_gradient_buckets(self._chunks)
-        bookkeeping.forget_listings()
-
-
-def _scheduler_state(scheduler: Any) -> Scalars:
-    """Select the plain numbers of a scheduler; its optimizer and call-backs are not state."""
-    return {name: value for name, value in vars(scheduler).items() if isinstance(value, PLAIN)}
+        # At its first look for cached logits on remote storage a newcomer takes part in a broadcast (since core_v0.19).
+        getattr(sys.modules.get("megatron.training.distillation.utils_logits"), "_STORAGE_GLOB_CACHE", {}).clear()
 
 
 def _scaler_state(part: Any) -> Scalars | None:
@@ -215,31 +217,6 @@ def _with_inner(optimizer: Any) -> list[Any]:
     return [optimizer, *(below for one in inner for below in _with_inner(one))]
 
 
-def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """Yield every main parameter of a sub-optimizer with its (complete) state, in a fixed order.
-
-    A missing state is made as the optimizer would at its first step.
-    """
-    # torch's Adam counts steps in each state (torch/optim/adam.py `_init_group`); apex's and Transformer Engine's
-    # FusedAdam count in the group, and the latter cannot save a state with anything else (fused_adam.py `state_dict`).
-    counts_in_group = type(part.optimizer).__module__.partition(".")[0] in ("apex", "transformer_engine")
-    for group in part.optimizer.param_groups:
-        for parameter in group["params"]:
-            state = part.optimizer.state[parameter]
-            if "exp_avg" not in state:
-                if not counts_in_group:
-                    state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                for name in common.MOMENTS:
-                    state[name] = torch.zeros_like(parameter.data, memory_format=torch.preserve_format)
-            yield parameter, state
-
-
-def _tensors(part: Any) -> Iterator[torch.Tensor]:
-    for parameter, state in _parameters(part):
-        yield parameter.data
-        yield from (state[name] for name in common.MOMENTS)
-
-
 def merge_neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the same memory as few tensors: contiguous ones that touch become one (fewer copies a snapshot).
 
@@ -277,17 +254,19 @@ def check_base(part: Any) -> None:
         raise Unsupported(
             f"the base optimizer is {base.__module__}.{base.__name__}",
             f"one of {', '.join(SUPPORTED)}",
-            f"use one of them, {common.REMEDY}",
+            f"use one of them, {REMEDY}",
         )
 
 
-def _check_supported(part: Any) -> None:
-    common.refuse(part.config, [PRECISION])
-    common.refuse_third_moment(part.optimizer.param_groups)
-    for parameter in [parameter for group in part.optimizer.param_groups for parameter in group["params"]]:
+def _adam_of(part: Any) -> AdamState:
+    """Return the Adam in one of `parts_of`. Raises: Unsupported, naming what of it cannot be protected."""
+    refuse(part.config, [PRECISION])
+    masters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
+    for parameter in masters:
         if parameter.dtype != torch.float32:
             raise Unsupported(
                 f"a main parameter is {parameter.dtype}",
                 "fp32 masters",
-                f"let the optimizer make them (bf16 or fp16 in its configuration), {common.REMEDY}",
+                f"let the optimizer make them (bf16 or fp16 in its configuration), {REMEDY}",
             )
+    return AdamState(part.optimizer, masters)
