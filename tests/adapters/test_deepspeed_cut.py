@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from deadpool_plugin.adapters.deepspeed import cut as cut_module, outputs
 from deadpool_plugin.adapters.deepspeed.calls import Backward, EngineCalls, Forward
-from deadpool_plugin.adapters.deepspeed.cut import Graph, ScriptsPart, cut, seed
+from deadpool_plugin.adapters.deepspeed.cut import Graph, ScriptsPart, collect, cut, is_collecting, seed
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
 
@@ -37,11 +37,10 @@ def script(output):
 def test_gradients_behind_a_cut_are_those_without_one():
     plain, ours, data = model(), model(), torch.linspace(-1, 1, 12).view(3, 4)
     script(plain(data)).backward()
-    parts = []
     output = ours(data)
     graph = Graph(0, [output])
-    (given,) = cut(graph, lambda *part: parts.append(part), [output])
-    script(given).backward()
+    (given,) = cut(graph, [output])
+    parts = collect(lambda: script(given).backward())
     assert all(parameter.grad is None for parameter in ours.parameters())
     for _ in range(2):  # a redo: the engine's forward again, its backward with the same gradients
         graph.outputs = [ours(data)]
@@ -197,7 +196,7 @@ def test_a_graph_is_used_up_once():
 
 
 def behind_cut(output):
-    (given,) = cut(Graph(0, [output]), lambda *part: None, [output])
+    (given,) = cut(Graph(0, [output]), [output])
     return given
 
 
@@ -209,7 +208,7 @@ def test_a_backward_of_the_scripts_own_that_failed_leaves_nothing_to_the_next(mo
 
     def given():
         output = torch.nn.Parameter(torch.ones(3)) * 2
-        return cut(Graph(0, [output]), calls.arrived, [output])[0]
+        return cut(Graph(0, [output]), [output])[0]
 
     def fail(gradient):
         raise ArithmeticError
@@ -218,7 +217,7 @@ def test_a_backward_of_the_scripts_own_that_failed_leaves_nothing_to_the_next(mo
     later.register_hook(fail)
     with pytest.raises(ArithmeticError):
         (given().sum() + later.sum()).backward()
-    assert calls._collected is None and not handled
+    assert not is_collecting() and not handled
     given().sum().backward()
     assert len(handled[0].function.args[0]) == 1
 

@@ -25,8 +25,6 @@ class Calls:
         yield
         self.busy = False
 
-    def arrived(self, graph, gradients): ...
-
     def handler(self, call):
         self.made.append(call._given)
         return call()

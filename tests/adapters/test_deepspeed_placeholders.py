@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deadpool_plugin.adapters.deepspeed import outputs
-from deadpool_plugin.adapters.deepspeed.cut import Graph, cut
+from deadpool_plugin.adapters.deepspeed.cut import Graph, collect, cut
 from deadpool_plugin.adapters.deepspeed.outputs import Guess
 from deadpool_plugin.errors import Divergence
 from deadpool_plugin.worker import codec
@@ -61,7 +61,7 @@ def large(monkeypatch):
     monkeypatch.setattr(Guess, "first_taken", "")
     record = codec.decode(codec.encode(outputs.encode(torch.ones(4, 5000, requires_grad=True))))
     value, requiring = outputs.decode(record, CPU)
-    (behind,) = cut(Graph(0, None), lambda *arguments: None, requiring)
+    (behind,) = cut(Graph(0, None), requiring)
     assert value.shape == behind.shape == (4, 5000) and behind.requires_grad
     return behind
 
@@ -86,7 +86,7 @@ def test_it_is_noted_where_a_script_first_takes_a_number_of_an_output_it_does_no
 
 def test_what_it_was_told_meanwhile_is_no_guess(large):
     loss = LOSSES[0](large)
-    loss.backward()
+    collect(loss.backward)
     with torch.no_grad():
         loss.copy_(torch.tensor(5.0))
     halved: object = (loss / 2).detach().tolist()

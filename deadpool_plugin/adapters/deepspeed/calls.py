@@ -13,7 +13,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ...worker.functions import Call, CallHandler, CallKind
 from ...worker.patching import around, replace
 from ..common import REMEDY, Function, Nesting, in_place_of
 from . import outputs
-from .cut import Graph, Parts, ScriptsPart, at_rest, cut, output_of, seed, through_engines_part
+from .cut import Graph, Parts, ScriptsPart, at_rest, collect, cut, is_collecting, output_of, seed, through_engines_part
 from .state import EngineState
 
 SCALES_GRADIENTS = "_scale_wrt_gas"
@@ -41,7 +41,6 @@ class EngineCalls(Nesting):
     def __init__(self, handler: CallHandler) -> None:
         self.handler = handler
         self._state: EngineState | None = None
-        self._collected: Parts | None = None
         self.loss: torch.Tensor | None = None
         """The newest loss given to `engine.backward`."""
 
@@ -80,31 +79,14 @@ class EngineCalls(Nesting):
         for name in names:
             in_place_of(owner, name)(functools.partial(method, name))
 
-    # ---- a backward through the script's part of the graph
-
-    def arrived(self, graph: Graph, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients with which a backward through the script's part ends at a cut."""
-        present(self._collected, "a backward past torch.autograd.backward").append((graph, gradients))
-
-    def collect(self, backward: Callable[[], None]) -> Parts:
-        """Return the cuts that `backward` arrives at."""
-        self._collected = []
-        try:
-            backward()
-            return self._collected
-        finally:
-            self._collected = None
-
     def _wrap_backward(self) -> None:
         """Hold a script's own `loss.backward()` to the rules of `engine.backward`; its engine's part is a call."""
 
         def backward(original: Function, tensors: Any, *args: Any, **kwargs: Any) -> None:
-            go = functools.partial(original, tensors, *args, **kwargs)
-            losses = [
-                one for one in ([tensors] if isinstance(tensors, torch.Tensor) else tensors) if hasattr(one, "grad_fn")
-            ]
-            if self.busy or self._collected is not None or not (part := ScriptsPart(losses)).reaches_cut:
-                go()
+            given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+            losses = [loss for loss in given if isinstance(loss, torch.Tensor)]
+            if self.busy or is_collecting() or not (part := ScriptsPart(losses)).reaches_cut:
+                original(tensors, *args, **kwargs)
                 return
             if any(loss.is_cuda for loss in losses):
                 raise Unsupported(
@@ -113,7 +95,7 @@ class EngineCalls(Nesting):
                     f"call that, or {WHOLE_STEP}",
                 )
             part.check(self.state.has_parameter)
-            if parts := self.collect(go):
+            if parts := collect(lambda: original(tensors, *args, **kwargs)):
                 self.handler(EngineCall(self, "loss.backward", through_engines_part, parts))
 
         replace({torch.autograd.backward: around(torch.autograd.backward, backward)})
@@ -267,7 +249,7 @@ class Forward(EngineCall):
             return value
         graph = self._graph() or Graph(self._engine.global_steps, None)
         graph.outputs, self._graph = made, weakref.ref(graph)
-        return outputs.replaced(value, tensors, cut(graph, self._calls.arrived, tensors))
+        return outputs.replaced(value, tensors, cut(graph, tensors))
 
     def check(self) -> None:
         self._inputs.check()
@@ -327,7 +309,7 @@ class Backward(EngineCall):
             given = loss if hasattr(self._engine, SCALES_GRADIENTS) else self._value
             ScriptsPart([given]).check(self._calls.state.has_parameter)
             scale = getattr(self._engine.optimizer, "scale_if_loss", lambda loss: loss)
-            self._parts = self._calls.collect(lambda: scale(given).backward(retain_graph=self._retain_graph))
+            self._parts = collect(lambda: scale(given).backward(retain_graph=self._retain_graph))
         depends = self._output is not None or any(one is not None for _, gradients in self._parts for one in gradients)
         if not depends or any(graph.step != self._engine.global_steps for graph, _ in self._parts):
             raise Unsupported(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...errors import WHOLE_STEP, Unsupported
+from ...errors import WHOLE_STEP, Unsupported, invariant
 from ...worker.copies import to_host
 
 
@@ -38,23 +38,24 @@ class Graph:
 
 Parts = list[tuple[Graph, Sequence["torch.Tensor | None"]]]
 """Graphs that a backward through the script's part has reached, each with the gradients of its outputs."""
-Arrived = Callable[[Graph, Sequence["torch.Tensor | None"]], None]
-"""Called in the backward through the script's part: a graph, and the gradient of each of its outputs."""
 AT_REST_BYTES_MIN = 1 << 20
 CUT_NODE = "_CutBackward"
+_collecting: list[Parts] = []
+"""Of the backwards through the script's part that are under way."""
 
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, graph: Graph, arrived: Arrived, *outputs: torch.Tensor) -> Any:
-        ctx.graph, ctx.arrived = graph, arrived
+    def forward(ctx: Any, anchor: torch.Tensor, graph: Graph, *outputs: torch.Tensor) -> Any:
+        ctx.graph = graph
         ctx.set_materialize_grads(False)
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.arrived(ctx.graph, gradients)
-        return (None, None, None, *(None for _ in gradients))
+        invariant(_collecting, "a backward through the script's part past torch.autograd.backward")
+        _collecting[-1].append((ctx.graph, gradients))
+        return (None, None, *(None for _ in gradients))
 
 
 class _Seed(torch.autograd.Function):
@@ -68,11 +69,24 @@ class _Seed(torch.autograd.Function):
         return (None, *ctx.gradients)
 
 
-def cut(graph: Graph, arrived: Arrived, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def cut(graph: Graph, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the same values as `outputs`, behind a cut: for the script."""
     anchor = torch.zeros((), requires_grad=True)
-    detached = [output.detach() for output in outputs]
-    return list(_Cut.apply(anchor, graph, arrived, *detached))  # type: ignore[no-untyped-call]
+    return list(_Cut.apply(anchor, graph, *(output.detach() for output in outputs)))  # type: ignore[no-untyped-call]
+
+
+def collect(backward: Callable[[], None]) -> Parts:
+    """Return the cuts that `backward` arrives at."""
+    _collecting.append([])
+    try:
+        backward()
+    finally:
+        parts = _collecting.pop()
+    return parts
+
+
+def is_collecting() -> bool:
+    return bool(_collecting)
 
 
 def at_rest(parts: Parts) -> Parts:
