@@ -10,9 +10,10 @@ import pytest
 import torch
 from support.stand_in import fake
 
-from deadpool_plugin.adapters.megatron import saving
+from deadpool_plugin.adapters.megatron import adapter, saving
 from deadpool_plugin.errors import GenerationChanged, Unsupported
 from deadpool_plugin.worker import codec
+from deadpool_plugin.worker.functions import CallKind
 from deadpool_plugin.worker.saving import Saves
 
 
@@ -163,7 +164,8 @@ def test_who_follows_is_told_nothing_of_what_is_gathered_to_be_saved():
             return {"all of it": torch.zeros(3)}
 
     calls: list[Any] = []
-    saving.wrap_sharded_state_dict(Optimizer, lambda call: calls.append(call) or call())
+    adapter.wrap(Optimizer, "sharded_state_dict", CallKind.PLAIN, handler=lambda call: calls.append(call) or call(),
+                 made=saving.ShardedState)  # fmt: skip
     given: dict[str, object] = {"model": 1}
     assert "all of it" in Optimizer().sharded_state_dict(given, is_loading=True)
     given["optimizer"] = "added by the script"

@@ -155,10 +155,8 @@ class ScriptsPart:
     """The part of the graph that a backward from `losses` would go through on the script's side of all cuts."""
 
     def __init__(self, losses: Sequence[torch.Tensor]) -> None:
-        self.leaves: list[torch.Tensor] = []
-        """Leaves in which that backward would accumulate gradients."""
-        self.communicates: list[str] = []
-        """Names of functions of torch.distributed."""
+        self.leaves, self.communicates = list[torch.Tensor](), list[str]()
+        """Leaves in which that backward would accumulate gradients, and names of functions of torch.distributed."""
         self.reaches_cut = False
         seen, todo = {None}, list[Any](loss.grad_fn for loss in losses)
         while todo:

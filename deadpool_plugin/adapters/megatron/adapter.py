@@ -24,7 +24,7 @@ from ...worker import iterators
 from ...worker.adapter import Adapter
 from ...worker.functions import Call, CallHandler, CallKind
 from ...worker.saving import Saves
-from ..common import REMEDY, Function, Nesting, after_init, in_place_of
+from ..common import REMEDY, Nesting, after_init, before, in_place_of
 from . import bookkeeping, refusals, saving
 from .state import TrainingState, check_base, parts_of
 
@@ -72,11 +72,14 @@ class MegatronAdapter(Adapter):
         from megatron.core.rerun_state_machine import RerunDataIterator
         from megatron.core.timers import Timer
 
-        _remember_instances(DistributedDataParallel, self._chunks)
-        _remember_instances(OptimizerParamScheduler, self._schedulers)
-        _remember_instances(optimizers.MegatronOptimizer, self._optimizers)
-        _remember_instances(optimizers.ChainedOptimizer, self._optimizers)
-        _remember_instances(Timer, self._timers)
+        for instances, *classes in (
+            (self._chunks, DistributedDataParallel),
+            (self._optimizers, optimizers.MegatronOptimizer, optimizers.ChainedOptimizer),
+            (self._schedulers, OptimizerParamScheduler),
+            (self._timers, Timer),
+        ):
+            for cls in classes:
+                after_init(cls, functools.partial(_remember, instances))
         wrap_call = functools.partial(wrap, handler=handler, within=self._calls.inside)
         DistributedDataParallel.no_sync = lambda chunk: bookkeeping.NoSync(chunk)
         wrap_call(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
@@ -96,7 +99,7 @@ class MegatronAdapter(Adapter):
             if "zero_grad" in vars(cls):
                 wrap_call(cls, "zero_grad", CallKind.PLAIN)
             if "sharded_state_dict" in vars(cls):
-                saving.wrap_sharded_state_dict(cls, handler)
+                wrap_call(cls, "sharded_state_dict", CallKind.PLAIN, made=saving.ShardedState)
         remedy = "set config.finalize_model_grads_func, which the schedule calls"
         refuse_outside(DistributedDataParallel, "finish_grad_sync", self._is_outside, remedy)
         install_facts(handler)
@@ -155,9 +158,8 @@ class ForwardBackward(Call):
         if not isinstance(result, list) or not result or not all(isinstance(one, dict) for one in result):
             return None
         key = next(iter(result[0]), None)
-        values = [_mean(one.get(key)) for one in result]
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if len(known) == len(values) else None
+        means = [mean for one in result if (mean := _mean(one.get(key))) is not None]
+        return sum(means) / len(means) if len(means) == len(result) else None
 
 
 def wrap(
@@ -166,34 +168,26 @@ def wrap(
     kind: CallKind,
     *,
     handler: CallHandler,
-    within: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    within: Callable[[], contextlib.ContextDecorator] = Nesting().inside,
     made: type[Call] = Call,
 ) -> None:
     """Make `owner.name` a call, of the class `made`. The original runs `within` a context."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with within():
-            return original(*args, **kwargs)
-
-    @in_place_of(owner, name)
-    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return handler(made(name, kind, run, args, kwargs))
+    run = within()(getattr(owner, name))
+    in_place_of(owner, name)(lambda _, *args, **kwargs: handler(made(name, kind, run, args, kwargs)))
 
 
 def refuse_outside(owner: Any, name: str, is_outside: Callable[[], bool], remedy: str) -> None:
     """Refuse `owner.name` where it is called outside of every call: no redo would do it again."""
 
-    @in_place_of(owner, name)
-    def function(original: Function, *args: Any, **kwargs: Any) -> Any:
+    def check(*_: Any, **__: Any) -> None:
         if is_outside():
             raise Unsupported(
                 f"the script has called {owner.__name__}.{name} itself, which a swap would leave out of what is redone",
                 "it within a training call",
                 f"{remedy}, or {WHOLE_STEP}",
             )
-        return original(*args, **kwargs)
+
+    before(owner, name, check)
 
 
 def install_facts(handler: CallHandler) -> None:
@@ -205,18 +199,14 @@ def install_facts(handler: CallHandler) -> None:
     Source: megatron/training/checkpointing.py `_load_base_checkpoint`, `checkpoint_exists` (core_v0.14.0 to main; those
     of 0.19 and later ask `os.path` itself); megatron/core/utils.py `check_param_hashes_across_dp_replicas`.
     """
-    asking = False
+    asking = Nesting()  # however many functions the question goes through
 
     def isfile(original: Callable[[Any], bool], path: Any) -> bool:
-        nonlocal asking
         on_main_thread = threading.current_thread() is threading.main_thread()
-        if asking or not on_main_thread or not str(path).endswith(TRACKER):
+        if asking.busy or not on_main_thread or not str(path).endswith(TRACKER):
             return original(path)
-        asking = True  # however many functions the question goes through
-        try:
+        with asking.inside():
             return bool(handler(Call(f"isfile {path}", CallKind.FACT, original, (path,))))
-        finally:
-            asking = False
 
     in_place_of(os.path, "isfile")(isfile)
     saving: Any = sys.modules.get("megatron.training.checkpointing")
@@ -227,12 +217,9 @@ def install_facts(handler: CallHandler) -> None:
             wrap(module, HASHES, CallKind.FACT, handler=handler)
 
 
-def _remember_instances(cls: type, instances: list[Any]) -> None:
-    def remember(instance: Any) -> None:
-        if not any(known is instance for known in instances):
-            instances.append(instance)
-
-    after_init(cls, remember)
+def _remember(instances: list[Any], instance: Any) -> None:
+    if not any(known is instance for known in instances):
+        instances.append(instance)
 
 
 def _subclasses(cls: type) -> dict[type, None]:

@@ -9,7 +9,7 @@ Source: megatron-core 0.16.1, strategies/async_utils.py, strategies/filesystem_a
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import inspect
 import multiprocessing
 import os
@@ -20,10 +20,10 @@ from typing import Any
 
 from ...errors import Unsupported
 from ...worker.copies import structure
-from ...worker.functions import Call, CallHandler
-from ...worker.patching import replace
+from ...worker.functions import Call
+from ...worker.patching import around, replace
 from ...worker.saving import Flight, FolderSave, Saves, die_with_trainer, kill_tree
-from ..common import Function, MethodSave, in_place_of
+from ..common import Function, MethodSave
 
 WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """Names of the functions that run in a writer's process; the third replaced the second in 0.17."""
@@ -45,9 +45,9 @@ def install(saves: Saves) -> None:
     _wrap(saves, queue, "close", QueueCall)  # it finalizes all calls first, by the function above
     for owner in (optimizer.ChainedOptimizer, distrib_optimizer.DistributedOptimizer):
         _wrap(saves, owner, "save_parameter_state", MethodSave)
-    for name in WRITERS:
-        if hasattr(filesystem_async.FileSystemWriterAsync, name):
-            _tie_to_trainer(filesystem_async.FileSystemWriterAsync, name)
+    writer = filesystem_async.FileSystemWriterAsync
+    for name in [name for name in WRITERS if hasattr(writer, name)]:
+        setattr(writer, name, staticmethod(around(getattr(writer, name), _end_with_trainer)))
     saves.on_cancel.append(_drain_results)
 
 
@@ -55,28 +55,19 @@ def _wrap(saves: Saves, owner: type, name: str, kind: type[MethodSave]) -> None:
     setattr(owner, name, saves.wrapped(getattr(owner, name), kind))
 
 
-def wrap_sharded_state_dict(owner: type, handler: CallHandler) -> None:
-    """Make `owner.sharded_state_dict` one call: some kinds of it gather the whole state of the optimizer."""
-
-    @in_place_of(owner, "sharded_state_dict")
-    def sharded_state_dict(original: Function, *args: Any, **kwargs: Any) -> Any:
-        return handler(ShardedState(original, args, kwargs))
-
-
 class ShardedState(Call):
-    """A state that is made to be saved: a follower, which saves nothing, gets an empty one.
+    """An optimizer's `sharded_state_dict`: some kinds of it gather the whole state. A follower gets an empty one.
 
     The log keeps the arguments as they were, and nothing of the result.
     """
 
-    name = "sharded_state_dict"
-
-    def __init__(self, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._original, self._given = original, structure((args, kwargs))
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.args, self.kwargs = structure((self.args, self.kwargs))
 
     def __call__(self) -> Any:
-        args, kwargs = structure(self._given)
-        return self._original(*args, **kwargs)
+        args, kwargs = structure((self.args, self.kwargs))
+        return self.function(*args, **kwargs)
 
     def outcome(self, value: Any) -> None:
         return None
@@ -85,17 +76,11 @@ class ShardedState(Call):
         return {}
 
 
-def _tie_to_trainer(owner: type, name: str) -> None:
-    """End a writer with its trainer: left behind, it would hold the dead rank's connections open, and its files."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def writer(*args: Any, **kwargs: Any) -> Any:
-        if multiprocessing.parent_process() is not None:
-            die_with_trainer()
-        return original(*args, **kwargs)
-
-    setattr(owner, name, staticmethod(writer))
+def _end_with_trainer(original: Function, *args: Any, **kwargs: Any) -> Any:
+    # Left behind, a writer would hold the dead rank's connections open, and its files.
+    if multiprocessing.parent_process() is not None:
+        die_with_trainer()
+    return original(*args, **kwargs)
 
 
 def _drain_results() -> None:
@@ -103,11 +88,9 @@ def _drain_results() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     results = filesystem_async._results_queue
-    while results is not None:
-        try:
+    with contextlib.suppress(queues.Empty):
+        while results is not None:
             results.get_nowait()
-        except queues.Empty:
-            return
 
 
 def _forget_plans(strategy: Any, generation: int) -> None:
@@ -133,7 +116,6 @@ class DistCheckpointSave(FolderSave):
     def __init__(self, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]):
         super().__init__(saves, original, args, kwargs)
         self.path, self.rank = str(self.kwargs["checkpoint_dir"]), int(os.environ["RANK"])
-        self._is_redone = False
         self._request: Any = None
 
     def __call__(self) -> Any:
@@ -141,10 +123,9 @@ class DistCheckpointSave(FolderSave):
 
         began = time.monotonic()
         _forget_plans(self.kwargs.get("sharded_strategy"), self._saves.generation)
-        overwrites = self.begin_attempt()
-        if self._is_redone:
+        is_redone, overwrites = self._overwrites is not None, self.begin_attempt()
+        if is_redone:
             os.makedirs(self.path, exist_ok=True)  # the script made it, and a cancelled flight removed it
-        self._is_redone = True
         made = self.write()
         if made is None:
             self._saves.written(self.path, began)
