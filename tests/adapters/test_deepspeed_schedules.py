@@ -87,7 +87,7 @@ def test_what_is_noted_stays_as_it_is():
     saved = plain_state(schedule)
     schedule.milestones.clear()
     schedule.base_lrs.append(3)
-    assert saved["values"]["milestones"] == {2: 1, 4: 1} and saved["values"]["base_lrs"] == [0.1]
+    assert saved[0]["milestones"] == {2: 1, 4: 1} and saved[0]["base_lrs"] == [0.1]
 
 
 def test_state_that_is_no_plain_data_is_refused_by_name():

@@ -2,12 +2,10 @@
 
 Rules of this file: structures are torch's pytrees, so what a library has registered there (Hugging Face's ModelOutput)
 is understood. Followers get the values of small outputs, and others in the place of large ones:
-- of one that leads to a loss, zeros (`Guess`). It is noted where the script first took a number from them. The loss
-  itself is told again where the script gives it to `engine.backward`.
-- of any other, a `Placeholder` without values. A script may pass it around, slice it, and compute with it, which gives
-  further placeholders. Taking values, or writing them into a tensor that has some, raises Divergence: there are never
-  made-up numbers. A recorded collective fills it with values.
-- of an object beside tensors (a cache of keys and values), a `PlaceholderObject`, which it may only pass around.
+- of one that leads to a loss, zeros (`Guess`). The loss itself is told again when `engine.backward` is given it.
+- of any other, a `Placeholder` without values, to pass around, slice and compute with, which gives further ones. Taking
+  values, or writing them into a tensor that has some, raises Divergence. A recorded collective fills it with values.
+- of an object beside tensors (a cache of keys and values), a `PlaceholderObject`, only to pass around.
 """
 
 from __future__ import annotations
@@ -106,10 +104,7 @@ def unknown(dtype: torch.dtype, shape: list[int], device: torch.device, *, leads
 
 
 class Placeholder(torch.Tensor):
-    """A tensor of known shape and dtype. `held`: the same on the meta device, or with the values once they are known.
-
-    Raises: Divergence, from whatever needs the values as long as they are not.
-    """
+    """A tensor of known shape and dtype. `held`: the same on the meta device, or with the values once they are known."""
 
     held: torch.Tensor
 
@@ -140,7 +135,12 @@ class Placeholder(torch.Tensor):
         if all(placeholder.is_told for placeholder in placeholders):
             return func(*args, **kwargs)
         known, device = {id(placeholder.held): placeholder for placeholder in placeholders}, placeholders[0].device
-        if any(written is not None and id(written) not in known for written in _written(func, args, kwargs)):
+        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+        in_place = [
+            one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write
+        ]
+        written = pytree.tree_leaves([given.get(name) for name in in_place])
+        if any(one is not None and id(one) not in known for one in written):
             raise _unknown(func)
         if kwargs.get("device") is not None:
             device, kwargs = torch.device(kwargs["device"]), {**kwargs, "device": torch.device("meta")}
@@ -173,14 +173,6 @@ class Placeholder(torch.Tensor):
 
 def _held(leaf: Any) -> Any:
     return leaf.held if isinstance(leaf, Placeholder) else leaf
-
-
-def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that `function` changes in place."""
-    arguments = function._schema.arguments
-    given = [*zip(arguments, args, strict=False), *((one, kwargs.get(one.name)) for one in arguments[len(args) :])]
-    changed = [value for one, value in given if one.alias_info is not None and one.alias_info.is_write]
-    return pytree.tree_leaves(changed)
 
 
 def _unknown(what: Any) -> Divergence:
@@ -236,10 +228,7 @@ def _place() -> str:
 
 
 class PlaceholderObject:
-    """The placeholder for an object that is neither a tensor nor plain data. `kind`: its type.
-
-    Raises: Divergence, from whatever the script does with it.
-    """
+    """The placeholder for an object that is neither a tensor nor plain data. `kind`: its type."""
 
     kind = "object"
 

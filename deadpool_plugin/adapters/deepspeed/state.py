@@ -28,8 +28,6 @@ from .optimizer import Adam, Frozen, LastingGradients
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
             "_unmanaged_backward_count")  # fmt: skip
-OF_PIPELINE_MODULE = ("micro_offset",)
-"""Attribute of a pipeline's module: its layers are seeded by it (`seed_layers`)."""
 BETWEEN_CALLS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_backward_expected",
                  "data_iterator")  # fmt: skip
 """Flags of the engine that a script sets between calls."""
@@ -67,7 +65,8 @@ class EngineState:
     def __init__(self, engine: Any) -> None:
         self.engine, optimizer = engine, engine.optimizer
         self._modules, self._parameters = list(engine.module.modules()), list(engine.module.parameters())
-        self._parameter_ids = {id(parameter) for parameter in self._parameters}
+        # A pipeline's module seeds its layers by an attribute (`seed_layers`).
+        self._attributes = ((engine, COUNTERS), (engine.module, ("micro_offset",)), (optimizer, OF_OPTIMIZER))
         self._values = Values(self._modules, _is_deepspeeds)
         # Transformer Engine's layers (accelerate's `mixed_precision: fp8`) keep scales and histories past buffers.
         self._eight_bits: list[Any] = [module for module in self._modules if hasattr(module, "fp8_initialized")]
@@ -87,12 +86,8 @@ class EngineState:
         parts = [parameter.ds_tensor.data for parameter in frozen] if self._partitioned else []
         self.frozen = Frozen([] if self._partitioned else frozen)
         self.changing: Sequence[torch.Tensor] = self.buffers.tensors
-        self.shard: Sequence[torch.Tensor] = [
-            *(master.data for master in masters),
-            *self.adam.moments,
-            *parts,
-            *self.changing,
-        ]
+        held = [*(master.data for master in masters), *self.adam.moments, *parts]
+        self.shard: Sequence[torch.Tensor] = [*held, *self.changing]
         self._before = TransientState(optimizer)
         self._before.note_attributes([engine], OF_PIPELINE)
         self._gradients = [(master, master.grad) for master in masters]
@@ -119,35 +114,31 @@ class EngineState:
         return lies_in(self._parameters) or self.buffers.hold(tensor)
 
     def has_parameter(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._parameter_ids
+        return any(tensor is parameter for parameter in self._parameters)
 
     # ---- plain values
 
     def visible(self) -> Scalars:
         """Collect what a script sees of the engine's progress: counters, rates, schedule, scaler, values of modules."""
-        optimizer = self.engine.optimizer
         return {
             "frozen": self.frozen.digest,
-            "counters": _some(self.engine, COUNTERS),
-            "module": _some(self.engine.module, OF_PIPELINE_MODULE),
+            "attributes": [_some(owner, names) for owner, names in self._attributes],
             "values": self._values.changed(),
-            "optimizer": _some(optimizer, OF_OPTIMIZER),
             "groups": self.adam.scalars(),
-            "scheduler": plain_state(self.engine.lr_scheduler),
-            "scalers": [plain_state(getattr(optimizer, name, None)) for name in SCALERS],
+            "objects": [plain_state(one) for one in self._objects()],
         }
 
     def show(self, visible: Scalars) -> None:
         self.frozen.compare(visible["frozen"])
-        optimizer = self.engine.optimizer
-        vars(self.engine).update(visible["counters"])
+        for (owner, _), values in zip(self._attributes, visible["attributes"], strict=True):
+            vars(owner).update(values)
         self._values.load(visible["values"])
-        vars(self.engine.module).update(visible["module"])
-        vars(optimizer).update(visible["optimizer"])
         self.adam.load_scalars(visible["groups"])
-        load_plain_state(self.engine.lr_scheduler, visible["scheduler"])
-        for name, state in zip(SCALERS, visible["scalers"], strict=True):
-            load_plain_state(getattr(optimizer, name, None), state)
+        for one, state in zip(self._objects(), visible["objects"], strict=True):
+            load_plain_state(one, state)
+
+    def _objects(self) -> list[Any]:
+        return [self.engine.lr_scheduler, *(getattr(self.engine.optimizer, name, None) for name in SCALERS)]
 
     def scalars(self) -> Scalars:
         self.frozen.check_unchanged()
@@ -225,14 +216,14 @@ class EngineState:
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
         elif hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
-        elif hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer, which bf16 without ZeRO has too
-            for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        elif hasattr(optimizer, "fp16_groups"):
+            # FP16_UnfusedOptimizer, which bf16 without ZeRO has too, or FP16_Optimizer, the same with a fused Adam.
+            flat = getattr(optimizer, "fp32_groups_flat", None)
+            for number, group in enumerate(optimizer.fp16_groups):
+                sizes = [parameter.numel() for parameter in group]
+                masters = optimizer.fp32_groups[number] if flat is None else flat[number].data.split(sizes)
                 for parameter, master in zip(group, masters, strict=True):
-                    parameter.data.copy_(master.data)
-        elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer, the same with a fused Adam
-            for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-                for parameter, part in zip(group, flat.data.split([p.numel() for p in group]), strict=True):
-                    parameter.data.copy_(part.view(parameter.shape))
+                    parameter.data.copy_(master.data.view(parameter.shape))
 
 
 # ---- what an interrupted call leaves
@@ -350,50 +341,50 @@ def _some(owner: Any, names: Sequence[str]) -> Scalars:
     return {name: vars(owner)[name] for name in names if name in vars(owner)}
 
 
-def plain_state(owner: Any) -> Scalars:
-    """Copy the plain values of a schedule or scaler and, by attribute, those of the parts it consists of."""
-    attributes = vars(owner) if owner is not None else {}
-    return {
-        "values": copy.deepcopy({name: value for name, value in attributes.items() if _is_plain(value)}),
-        "parts": {name: [plain_state(part) for part in found] for name, found in _parts(attributes).items()},
-    }
+def plain_state(owner: Any) -> list[Scalars]:
+    """Copy the plain values of a schedule or scaler, and of all parts it consists of."""
+    return [
+        copy.deepcopy({name: value for name, value in vars(one).items() if _is_plain(value)}) for one in _members(owner)
+    ]
 
 
-def load_plain_state(owner: Any, state: Scalars) -> None:
+def load_plain_state(owner: Any, state: list[Scalars]) -> None:
     """Put back what `plain_state` gave, in place."""
-    for name, value in copy.deepcopy(state["values"]).items():
-        live = vars(owner).get(name)
-        if isinstance(live, dict):  # a Counter stays one
-            live.clear()
-            live.update(value)
-        else:
-            setattr(owner, name, value)
-    parts = _parts(vars(owner)) if state["parts"] else {}
-    for name, states in state["parts"].items():
-        for part, its in zip(parts[name], states, strict=True):
-            load_plain_state(part, its)
+    for one, values in zip(_members(owner), state, strict=True):
+        for name, value in copy.deepcopy(values).items():
+            live = vars(one).get(name)
+            if isinstance(live, dict):  # a Counter stays one
+                live.clear()
+                live.update(value)
+            else:
+                setattr(one, name, value)
 
 
 def check_schedule(schedule: Any) -> None:
     """Raises: Unsupported, naming what a schedule saves in checkpoints and `plain_state` does not have."""
-    attributes = vars(schedule) if hasattr(schedule, "state_dict") else {}
-    parts = _parts(attributes)
-    for part in [part for found in parts.values() for part in found]:
-        check_schedule(part)
-    saved = schedule.state_dict() if attributes else {}
-    for name in [name for name, value in attributes.items() if name in saved and not _is_plain(value)]:
-        if name not in parts and saved[name] is not None:
-            raise Unsupported(
-                f"the schedule {type(schedule).__name__} has the state {name!r}, a {type(saved[name]).__name__}",
-                "plain data, and schedules of these",
-                "leave it out of its state_dict() if it never changes, or step a schedule of the script's own",
-            )
+    for one in _members(schedule):
+        saved = one.state_dict() if hasattr(one, "state_dict") else {}
+        for name, value in vars(one).items():
+            if saved.get(name) is not None and not _is_plain(value) and not _parts(value):
+                raise Unsupported(
+                    f"the schedule {type(one).__name__} has the state {name!r}, a {type(saved[name]).__name__}",
+                    "plain data, and schedules of these",
+                    "leave it out of its state_dict() if it never changes, or step a schedule of the script's own",
+                )
 
 
-def _parts(attributes: Scalars) -> dict[str, list[Any]]:
-    """Return the parts of a schedule: other schedules, and functions that are objects with values of their own."""
-    lists = {name: list(one) if isinstance(one, (list, tuple)) else [one] for name, one in attributes.items()}
-    return {name: parts for name, parts in lists.items() if parts and all(map(_is_part, parts))}
+def _members(owner: Any) -> list[Any]:
+    """Return `owner`, if there is one, and all parts below it."""
+    if owner is None:
+        return []
+    parts = [part for value in vars(owner).values() for part in _parts(value)]
+    return [owner, *(below for part in parts for below in _members(part))]
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return the parts of a schedule that `value` is: other schedules, and functions that are objects with values."""
+    parts = list(value) if isinstance(value, (list, tuple)) else [value]
+    return parts if all(map(_is_part, parts)) else []
 
 
 def _is_part(value: Any) -> bool:
