@@ -123,7 +123,7 @@ def test_an_answer_the_optimizers_asked_all_ranks_for_is_known_to_all_or_to_none
     def asking():
         job = Job(train_gpt, arguments(train_gpt, distributed_optimizer=distributed))
         asked = []
-        for one in state._with_inner(job.optimizer):
+        for one in state.chain_of(job.optimizer):
 
             def answer(one=one):
                 if getattr(one, "_has_a_group_cache", None) is None:

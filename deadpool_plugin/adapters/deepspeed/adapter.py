@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...errors import Unsupported, present
+from ...errors import Unsupported
 from ...worker.adapter import Adapter
 from ...worker.functions import CallHandler
 from ...worker.saving import Saves
@@ -39,14 +39,11 @@ class DeepSpeedAdapter(Adapter):
     """See `Adapter` for when each method runs."""
 
     framework = "deepspeed"
+    calls: EngineCalls
+    """From `install` on."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Any]] = []
-        self._calls: EngineCalls | None = None
-
-    @property
-    def calls(self) -> EngineCalls:
-        return present(self._calls, "install() comes first")
 
     @property
     def state(self) -> EngineState:
@@ -61,7 +58,7 @@ class DeepSpeedAdapter(Adapter):
         from deepspeed.runtime.engine import DeepSpeedEngine
         from deepspeed.runtime.pipe.engine import PipelineEngine
 
-        self._calls = calls = EngineCalls(handler)
+        self.calls = calls = EngineCalls(handler)
         calls.install(DeepSpeedEngine, PipelineEngine)
         checkpoints.install(saves, calls, DeepSpeedEngine)
         zero3.install(calls)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -38,22 +38,17 @@ MONITORED_STEPS_MAX = 16
 class EngineCalls(Nesting):
     """The calls of one process, and the state they share."""
 
+    is_training = False
+    state: EngineState
+    """Since training has begun."""
+    loss: torch.Tensor | None = None
+    """The newest loss given to `engine.backward`."""
+
     def __init__(self, handler: CallHandler) -> None:
         self.handler = handler
-        self._state: EngineState | None = None
-        self.loss: torch.Tensor | None = None
-        """The newest loss given to `engine.backward`."""
 
     def begin_training(self, state: EngineState) -> None:
-        self._state = state
-
-    @property
-    def is_training(self) -> bool:
-        return self._state is not None
-
-    @property
-    def state(self) -> EngineState:
-        return present(self._state, "attach() comes first")
+        self.state, self.is_training = state, True
 
     def install(self, engine_class: type, pipeline_class: type) -> None:
         """Wrap what scripts call. Once, before the engine is built."""
@@ -125,19 +120,14 @@ class EngineCalls(Nesting):
         """Write the events of a call once, also where it is redone."""
         from deepspeed.monitor.monitor import MonitorMaster
 
-        written: dict[str, deque[Any]] = {}
-
-        def is_new(name: str, step: Any) -> bool:
-            steps = written.setdefault(name, deque(maxlen=MONITORED_STEPS_MAX))
-            if step in steps:
-                return False
-            steps.append(step)
-            return True
+        written = defaultdict[str, deque[Any]](functools.partial(deque, maxlen=MONITORED_STEPS_MAX))
 
         @in_place_of(MonitorMaster, "write_events")
         def write_events(original: Function, master: Any, event_list: Any) -> None:
             if self.busy:  # what the script writes between calls is never redone
-                event_list = [event for event in event_list if is_new(event[0], event[2])]
+                event_list = [(name, value, step) for name, value, step in event_list if step not in written[name]]
+                for name, _, step in event_list:
+                    written[name].append(step)
             original(master, event_list)
 
 

@@ -104,7 +104,7 @@ def unknown(dtype: torch.dtype, shape: list[int], device: torch.device, *, leads
 
 
 class Placeholder(torch.Tensor):
-    """A tensor of known shape and dtype. `held`: the same on the meta device, or with the values once they are known."""
+    """A tensor of known shape and dtype. `held`: the same on the meta device, or the values once they are known."""
 
     held: torch.Tensor
 

@@ -19,7 +19,9 @@ from .optimizer import check_kind
 COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                "channel_pruning")  # fmt: skip
 """Schedules of DeepSpeed up to 0.19.5; the first may have a quantizer of the engine's. `layer_reduction` is none."""
-
+SCHEDULE = "keeps a schedule that is not mirrored"
+CURRICULUM = "keeps a curriculum that is not mirrored"
+UNTESTED = "is not tested"
 OPTIONS = (
     Option("has_moe_layers", "has parameters with owners of their own", "train a dense model",
            called="a mixture of experts"),
@@ -40,25 +42,20 @@ OPTIONS = (
     Option("_config.zero_config.offload_param.device", "keeps parameters where a restore does not reach",
            harmless=(None, "none"), called="offload_param"),
     Option("zenflow", "updates parameters beside the step"),
-    Option("sequence_parallel_size", "is not tested", harmless=(None, 0, 1), called="sequence parallelism (Ulysses)"),
-    Option("autotp_size", "is not tested", harmless=(None, 0, 1),
-           called="tensor parallelism of DeepSpeed's own (AutoTP)"),
+    Option("sequence_parallel_size", UNTESTED, harmless=(None, 0, 1), called="sequence parallelism (Ulysses)"),
+    Option("autotp_size", UNTESTED, harmless=(None, 0, 1), called="tensor parallelism of DeepSpeed's own (AutoTP)"),
     Option("is_deepcompile_enabled", "communicates inside compiled code", called="compile.deepcompile"),
-    Option("curriculum_learning_enabled", "keeps a curriculum that is not mirrored",
-           called="data_efficiency: curriculum_learning"),
-    Option("curriculum_enabled_legacy", "keeps a curriculum that is not mirrored",
-           called="curriculum_learning (of DeepSpeed 0.18)"),
-    Option("random_ltd_enabled", "keeps a schedule that is not mirrored", called="data_efficiency: random_ltd"),
-    Option("data_sampling_config.dynamic_batching.enabled", "is not tested",
-           called="data_efficiency: dynamic_batching"),
-    Option("pld_enabled", "keeps a schedule that is not mirrored", called="progressive_layer_drop"),
-    Option("sparse_gradients_enabled", "is not tested", called="sparse_gradients"),
+    Option("curriculum_learning_enabled", CURRICULUM, called="data_efficiency: curriculum_learning"),
+    Option("curriculum_enabled_legacy", CURRICULUM, called="curriculum_learning (of DeepSpeed 0.18)"),
+    Option("random_ltd_enabled", SCHEDULE, called="data_efficiency: random_ltd"),
+    Option("data_sampling_config.dynamic_batching.enabled", UNTESTED, called="data_efficiency: dynamic_batching"),
+    Option("pld_enabled", SCHEDULE, called="progressive_layer_drop"),
+    Option("sparse_gradients_enabled", UNTESTED, called="sparse_gradients"),
     Option("amp_enabled", "keeps loss scales and masters of its own", "use bf16 or DeepSpeed's fp16",
            called="amp (apex)"),
     Option("eigenvalue_enabled", "changes how weights are quantized, by what is not mirrored", called="eigenvalue"),
-    *(Option(f"_config.compression_config.{technique}.shared_parameters.enabled",
-             "keeps a schedule that is not mirrored", called=f"compression_training: {technique}")
-      for technique in COMPRESSION),
+    *(Option(f"_config.compression_config.{technique}.shared_parameters.enabled", SCHEDULE,
+             called=f"compression_training: {technique}") for technique in COMPRESSION),
     Option("graph_harvesting", "captures the first norm of gradients in a CUDA graph, by reductions of its own",
            called="graph_harvesting (of DeepSpeed 0.18)"),
     Option("autotuning_enabled", "ends the job by itself", called="autotuning"),
@@ -70,7 +67,6 @@ OPTIONS = (
     Option("checkpoint_engine.is_decoupled", "writes behind the script's back", "use the default one",
            called="a decoupled checkpoint engine"),
 )  # fmt: skip
-
 METHODS = {
     "coalesce_grad_reduction": "let every backward reduce its gradients",
     "set_train_batch_size": "keep the batch size",

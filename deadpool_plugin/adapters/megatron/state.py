@@ -43,6 +43,7 @@ class TrainingState:
         self._chunks, self._optimizer, self._schedulers, self._timers = chunks, optimizer, schedulers, timers
         self._parts = [part for part in parts_of(optimizer) if getattr(part, "optimizer", None) is not None]
         self._adams = list(map(_adam_of, self._parts))
+        self._scalers = [part.grad_scaler for part in self._parts if getattr(part, "grad_scaler", None) is not None]
         frozen = [n for chunk in chunks for n, p in chunk.module.named_parameters() if not p.requires_grad]
         if frozen:
             raise Unsupported(
@@ -54,7 +55,7 @@ class TrainingState:
         for module in self._modules:
             if hasattr(module, "_maintain_float32_expert_bias"):  # the first forward would rebind a buffer (router.py)
                 module._maintain_float32_expert_bias()
-        self._learned = Learned(_with_inner(optimizer))
+        self._learned = Learned(chain_of(optimizer))
         modules = [module for chunk in chunks for module in chunk.module.modules()]
         self.buffers, self._values = Buffers(modules, CACHES), Values(modules, OF_MODULES.__contains__)
         self.changing: Sequence[torch.Tensor] = self.buffers.tensors
@@ -105,7 +106,10 @@ class TrainingState:
         return {
             "visible": self.visible(),
             "steps": [adam.steps() for adam in self._adams],
-            "scalers": [_scaler_state(part) for part in self._parts],
+            "scalers": [
+                {name: float(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+                for state in (scaler.state_dict() for scaler in self._scalers)
+            ],
             "learned": self._learned.changed(),
             "tracked": bookkeeping.plain(bookkeeping.noted()),
         }
@@ -115,11 +119,8 @@ class TrainingState:
         self._learned.load(scalars["learned"])
         for adam, steps in zip(self._adams, scalars["steps"], strict=True):
             adam.load_steps(steps)
-        for part, scaler in zip(self._parts, scalars["scalers"], strict=True):
-            if scaler is not None:
-                part.grad_scaler.load_state_dict(
-                    {k: torch.tensor([v]) if k == "scale" else v for k, v in scaler.items()}
-                )
+        for scaler, state in zip(self._scalers, scalars["scalers"], strict=True):
+            scaler.load_state_dict({k: torch.tensor([v]) if k == "scale" else v for k, v in state.items()})
         bookkeeping.put_back(scalars["tracked"])
 
     def entry_state(self) -> Callable[[], None]:
@@ -173,13 +174,6 @@ class TrainingState:
         getattr(sys.modules.get("megatron.training.distillation.utils_logits"), "_STORAGE_GLOB_CACHE", {}).clear()
 
 
-def _scaler_state(part: Any) -> Scalars | None:
-    scaler = getattr(part, "grad_scaler", None)
-    if scaler is None:
-        return None
-    return {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in scaler.state_dict().items()}
-
-
 class Learned:
     """Plain values that optimizer objects found out in training and keep, whatever their names.
 
@@ -211,40 +205,36 @@ def _plain_values(owner: dict[str, Any]) -> Scalars:
     return {name: copy.copy(value) for name, value in owner.items() if is_plain(value)}
 
 
-def _with_inner(optimizer: Any) -> list[Any]:
-    """Return an optimizer and, below it, all that are chained."""
-    inner = getattr(optimizer, "chained_optimizers", ())
-    return [optimizer, *(below for one in inner for below in _with_inner(one))]
-
-
 def merge_neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the same memory as few tensors: contiguous ones that touch become one (fewer copies a snapshot).
 
     Their order is that in memory; Megatron's buffers begin with the last parameter.
     """
-    storages: dict[int, int] = {}
+    storages: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
+        storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     merged: list[torch.Tensor] = []
-    for tensor in sorted(tensors, key=lambda t: (storages[t.untyped_storage().data_ptr()], t.storage_offset())):
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and tensor.is_contiguous()
-            and tensor.dtype == last.dtype
-            and tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-            and tensor.storage_offset() == last.storage_offset() + last.numel()
-        ):
-            merged[-1] = torch.as_strided(last, (last.numel() + tensor.numel(),), (1,), last.storage_offset())
-        else:
-            merged.append(tensor.flatten() if tensor.is_contiguous() else tensor)
+    for within in storages.values():
+        end: tuple[torch.dtype, int] | None = None
+        for tensor in sorted(within, key=torch.Tensor.storage_offset):
+            is_whole = tensor.is_contiguous()
+            if is_whole and (tensor.dtype, tensor.storage_offset()) == end:
+                last = merged.pop()
+                tensor = torch.as_strided(last, (last.numel() + tensor.numel(),), (1,), last.storage_offset())
+            end = (tensor.dtype, tensor.storage_offset() + tensor.numel()) if is_whole else None
+            merged.append(tensor.flatten() if is_whole else tensor)
     return merged
+
+
+def chain_of(optimizer: Any) -> list[Any]:
+    """List an optimizer and, below it, all that are chained."""
+    inner = getattr(optimizer, "chained_optimizers", ())
+    return [optimizer, *(below for one in inner for below in chain_of(one))]
 
 
 def parts_of(optimizer: Any) -> list[Any]:
     """List the wrappers of base optimizers, in order. A chain (of one or more, or of chains) itself wraps none."""
-    chained = getattr(optimizer, "chained_optimizers", None)
-    return [optimizer] if chained is None else [part for inner in chained for part in parts_of(inner)]
+    return [one for one in chain_of(optimizer) if not hasattr(one, "chained_optimizers")]
 
 
 def check_base(part: Any) -> None:
