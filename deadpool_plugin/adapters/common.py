@@ -13,7 +13,6 @@ import torch
 from ..errors import Unsupported
 from ..worker.adapter import Scalars
 from ..worker.copies import structure
-from ..worker.functions import Call
 from ..worker.patching import around
 from ..worker.saving import SaveCall, Saves
 
@@ -70,8 +69,6 @@ class MethodSave(SaveCall):
 
     `_owner`: whose method it is.
     """
-
-    outcome, skipped = Call.outcome, Call.skipped
 
     def __init__(self, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._saves, self._original, self._owner = saves, original, args[0]

@@ -148,12 +148,12 @@ def test_a_window_without_reductions_left_open_by_an_interruption_never_closes_a
     job = Job(train_gpt, arguments(train_gpt))
     chunk = job.model[0]
     (group,) = bookkeeping.bucket_groups(chunk)
-    interrupted = bookkeeping.NoSync(chunk)
+    interrupted = bookkeeping.no_sync(chunk)
     interrupted.__enter__()
     assert not group.is_last_microbatch
     bookkeeping.reset_gradient_buckets([chunk])
     assert group.is_last_microbatch
-    with bookkeeping.NoSync(chunk):
+    with bookkeeping.no_sync(chunk):
         interrupted.__exit__(None, None, None)
         assert not group.is_last_microbatch
     assert group.is_last_microbatch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deadpool_plugin.adapters.common import MOMENTS
-from deadpool_plugin.adapters.megatron import adapter as adapters, state
+from deadpool_plugin.adapters.megatron import state
 from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 from deadpool_plugin.adapters.megatron.state import merge_neighbours
 from deadpool_plugin.errors import Unsupported
@@ -279,7 +279,7 @@ def test_what_no_redo_would_do_again_is_refused_where_the_script_does_it_itself(
     chunk = type(job.model[0])
     monkeypatch.setattr(chunk, "finish_grad_sync", chunk.finish_grad_sync)
     adapter = job.adapter()
-    adapters.refuse_outside(chunk, "finish_grad_sync", adapter._is_outside, "set config.finalize_model_grads_func")
+    adapter.refuse_outside(chunk, "finish_grad_sync", "set config.finalize_model_grads_func")
     with pytest.raises(Unsupported, match="DistributedDataParallel.finish_grad_sync itself.*finalize_model_grads_func"):
         job.step()
     with adapter.inside_step():

@@ -81,7 +81,7 @@ class MegatronAdapter(Adapter):
             for cls in classes:
                 after_init(cls, functools.partial(_remember, instances))
         wrap_call = functools.partial(wrap, handler=handler, within=self._calls.inside)
-        DistributedDataParallel.no_sync = lambda chunk: bookkeeping.NoSync(chunk)
+        DistributedDataParallel.no_sync = bookkeeping.no_sync
         wrap_call(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
         wrap_call(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
         for owner, name in bookkeeping.reductions():
@@ -95,13 +95,13 @@ class MegatronAdapter(Adapter):
             if "step" in vars(cls):
                 wrap_call(cls, "step", CallKind.UPDATE)
             if "step_with_ready_grads" in vars(cls):
-                refuse_outside(cls, "step_with_ready_grads", self._is_outside, "call optimizer.step()")
+                self.refuse_outside(cls, "step_with_ready_grads", "call optimizer.step()")
             if "zero_grad" in vars(cls):
                 wrap_call(cls, "zero_grad", CallKind.PLAIN)
             if "sharded_state_dict" in vars(cls):
                 wrap_call(cls, "sharded_state_dict", CallKind.PLAIN, made=saving.ShardedState)
         remedy = "set config.finalize_model_grads_func, which the schedule calls"
-        refuse_outside(DistributedDataParallel, "finish_grad_sync", self._is_outside, remedy)
+        self.refuse_outside(DistributedDataParallel, "finish_grad_sync", remedy)
         install_facts(handler)
         saving.install(saves)
         iterators.WRAPPERS[RerunDataIterator] = ("iterable", "replaying")
@@ -113,11 +113,21 @@ class MegatronAdapter(Adapter):
     def inside_step(self) -> AbstractContextManager[None]:
         return self._calls.inside()
 
-    def _is_outside(self) -> bool:
-        return self._state is not None and not self._calls.busy
+    def refuse_outside(self, owner: Any, name: str, remedy: str) -> None:
+        """Refuse `owner.name` where it is called outside of every call: no redo would do it again."""
+
+        def check(*_: Any, **__: Any) -> None:
+            if self._state is not None and not self._calls.busy:
+                raise Unsupported(
+                    f"the script has called {owner.__name__}.{name} itself, which a swap would leave out of what is "
+                    "redone",
+                    "it within a training call",
+                    f"{remedy}, or {WHOLE_STEP}",
+                )
+
+        before(owner, name, check)
 
     def attach(self) -> None:
-        refusals.check_training()
         for part in [part for optimizer in self._optimizers for part in parts_of(optimizer)]:
             check_base(part)
         nested = {id(inner) for outer in self._optimizers for inner in getattr(outer, "chained_optimizers", ())}
@@ -174,20 +184,6 @@ def wrap(
     """Make `owner.name` a call, of the class `made`. The original runs `within` a context."""
     run = within()(getattr(owner, name))
     in_place_of(owner, name)(lambda _, *args, **kwargs: handler(made(name, kind, run, args, kwargs)))
-
-
-def refuse_outside(owner: Any, name: str, is_outside: Callable[[], bool], remedy: str) -> None:
-    """Refuse `owner.name` where it is called outside of every call: no redo would do it again."""
-
-    def check(*_: Any, **__: Any) -> None:
-        if is_outside():
-            raise Unsupported(
-                f"the script has called {owner.__name__}.{name} itself, which a swap would leave out of what is redone",
-                "it within a training call",
-                f"{remedy}, or {WHOLE_STEP}",
-            )
-
-    before(owner, name, check)
 
 
 def install_facts(handler: CallHandler) -> None:

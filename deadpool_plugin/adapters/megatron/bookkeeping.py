@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -166,24 +166,19 @@ def reset_gradient_buckets(chunks: Iterable[Any]) -> None:
         group.golden_per_param_grad_ready_counts = {}
 
 
-class NoSync:
-    """Stands in for `DistributedDataParallel.no_sync`, and closes only what it opened since the last interruption.
+@contextlib.contextmanager
+def no_sync(chunk: Any) -> Iterator[None]:
+    """Stand in for `DistributedDataParallel.no_sync`, and close only what it opened since the last interruption.
 
     The schedules enter it by hand, so an interruption leaves it open. Upstream's `finally` then runs whenever the
     generator is collected: inside a later step that gives wrong gradients (measured: three steps after a swap).
     """
-
-    def __init__(self, chunk: Any) -> None:
-        self._chunk, self._life = chunk, _lives
-
-    def __enter__(self) -> None:
-        self._life = _lives
-        self._set_last_microbatch(False)
-
-    def __exit__(self, *error: object) -> None:
-        if self._life == _lives:
-            self._set_last_microbatch(True)
-
-    def _set_last_microbatch(self, value: bool) -> None:
-        for group in bucket_groups(self._chunk):
-            group.is_last_microbatch = value
+    life = _lives
+    for group in bucket_groups(chunk):
+        group.is_last_microbatch = False
+    try:
+        yield
+    finally:
+        if life == _lives:
+            for group in bucket_groups(chunk):
+                group.is_last_microbatch = True

@@ -79,8 +79,8 @@ TRAINING = (
 """Options among Megatron-LM's own arguments, where its training loop runs."""
 
 
-def check_training() -> None:
-    """Check Megatron-LM's own arguments, as `check` does a configuration."""
+def check(chunks: Sequence[Any], optimizer_config: Any) -> None:
+    """Raises: Unsupported, naming the option, why, and what to do instead."""
     args: Any = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     refuse(args, TRAINING)
     if getattr(args, "fim_data", False) and not args.num_workers:
@@ -90,10 +90,6 @@ def check_training() -> None:
             "loader workers, whose items are all read",
             f"add --num-workers 1, {REMEDY}",
         )
-
-
-def check(chunks: Sequence[Any], optimizer_config: Any) -> None:
-    """Raises: Unsupported, naming the option, why, and what to do instead."""
     if not chunks:
         raise Unsupported(
             "an optimizer without a model in megatron.core.distributed.DistributedDataParallel",

@@ -171,8 +171,8 @@ class RequestFlight(Flight):
         # The files that this rank's writer will write, and the one that the coordinator has written already.
         buckets = made.async_fn_args[1] if len(made.async_fn_args) > 1 else []
         common = [os.path.join(path, "common.pt")] if os.environ.get("RANK") == "0" else []
-        super().__init__(saves, path, [*(str(bucket[0]) for bucket in buckets), *common])
-        self.made, self.keep_files = made, keep_files
+        super().__init__(saves, path, [*(str(bucket[0]) for bucket in buckets), *common], keep_files=keep_files)
+        self.made = made
         self.queue: Any = None
         self.active: Any = None
         self._stopping = False
