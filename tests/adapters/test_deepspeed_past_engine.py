@@ -40,8 +40,8 @@ def test_with_zero_3_the_model_is_called_as_the_engine_is():
     hooked = []
     engine.module.register_forward_pre_hook(lambda *_: hooked.append(calls.busy))
     plain = engine.module(data)
-    zero3.ModelCall.watch(cast(calls_module.EngineCalls, calls), engine)
-    zero3.ModelCall.watch(cast(calls_module.EngineCalls, calls), engine)
+    zero3.watch_model(cast(calls_module.EngineCalls, calls), engine)
+    zero3.watch_model(cast(calls_module.EngineCalls, calls), engine)
     assert torch.equal(engine.module(data), plain) and torch.equal(engine.module(input=data), plain)
     assert calls.made == [((data,), {}), ((), {"input": data})] and hooked == [False, True, True]
     with calls.inside():  # the engine itself calls it
@@ -52,7 +52,7 @@ def test_with_zero_3_the_model_is_called_as_the_engine_is():
 
 def test_a_copy_of_the_model_is_nobodys():
     calls, engine = Calls(), engine_of(3)
-    zero3.ModelCall.watch(cast(calls_module.EngineCalls, calls), engine)
+    zero3.watch_model(cast(calls_module.EngineCalls, calls), engine)
     for other in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):
         other(torch.ones(1, 2))
     assert not calls.made
@@ -60,15 +60,15 @@ def test_a_copy_of_the_model_is_nobodys():
 
 def test_a_compiled_model_is_watched_again():
     calls, engine = Calls(), engine_of(3)
-    zero3.ModelCall.watch(cast(calls_module.EngineCalls, calls), engine)
+    zero3.watch_model(cast(calls_module.EngineCalls, calls), engine)
     engine.module._compiled_call_impl = lambda data: data + 1  # as Module.compile does
-    zero3.ModelCall.watch(cast(calls_module.EngineCalls, calls), engine)
+    zero3.watch_model(cast(calls_module.EngineCalls, calls), engine)
     assert torch.equal(engine.module(torch.ones(1)), torch.full((1,), 2.0)) and len(calls.made) == 1
 
 
 def test_with_other_stages_it_is_left_alone():
     calls, engine = Calls(), engine_of(2)
-    zero3.ModelCall.watch(cast(calls_module.EngineCalls, calls), engine)
+    zero3.watch_model(cast(calls_module.EngineCalls, calls), engine)
     engine.module(torch.ones(1, 2))
     assert not calls.made
 

@@ -73,7 +73,7 @@ class Engine:
 
 @pytest.mark.parametrize("engines", [2, 3])
 def test_a_script_with_a_teacher_or_a_discriminator_is_told_the_way_out_before_training(engines, monkeypatch):
-    monkeypatch.setattr(zero3.ModelCall, "watch", lambda calls, engine: None)
+    monkeypatch.setattr(zero3, "watch_model", lambda calls, engine: None)
     script, adapter = [Engine() for _ in range(engines)], DeepSpeedAdapter()
     adapter.calls = fake(is_training=False)
     for engine in script:
@@ -83,7 +83,7 @@ def test_a_script_with_a_teacher_or_a_discriminator_is_told_the_way_out_before_t
 
 
 def test_an_engine_made_during_training_is_refused_and_not_taken_for_the_first(monkeypatch):
-    monkeypatch.setattr(zero3.ModelCall, "watch", lambda calls, engine: None)
+    monkeypatch.setattr(zero3, "watch_model", lambda calls, engine: None)
     adapter = DeepSpeedAdapter()
     adapter.calls = fake(is_training=True)
     with pytest.raises(Unsupported, match=r"another DeepSpeed engine during training.* torch\.no_grad"):

@@ -1,6 +1,5 @@
 """DeepSpeed as an `Adapter`: its engines, and the random generators of a model beside torch's.
 
-A script need not know: it finds the wrapped methods on the engine that `deepspeed.initialize` gives it.
 Source: DeepSpeed 0.19.8.
 """
 
@@ -69,7 +68,7 @@ class DeepSpeedAdapter(Adapter):
         if self.calls.is_training:
             raise Unsupported("the script makes another DeepSpeed engine during training", "exactly one", ONE_ENGINE)
         self._made.append(weakref.ref(engine))
-        zero3.ModelCall.watch(self.calls, engine)
+        zero3.watch_model(self.calls, engine)
 
     def _engines(self) -> list[Any]:
         return [engine for made in self._made if (engine := made()) is not None]
@@ -90,7 +89,7 @@ class DeepSpeedAdapter(Adapter):
             raise Unsupported(f"the script has {len(engines)} DeepSpeed engines", "exactly one", ONE_ENGINE)
         refusals.check(engines[0])
         refusals.check_recurrent(engines[0].module)
-        zero3.ModelCall.watch(self.calls, engines[0])
+        zero3.watch_model(self.calls, engines[0])
         self.calls.begin_training(EngineState(engines[0]))
 
     def rng_states(self) -> dict[str, Any]:

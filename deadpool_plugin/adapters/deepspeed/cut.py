@@ -155,9 +155,8 @@ class ScriptsPart:
     """The part of the graph that a backward from `losses` would go through on the script's side of all cuts."""
 
     def __init__(self, losses: Sequence[torch.Tensor]) -> None:
-        self.leaves, self.communicates = list[torch.Tensor](), list[str]()
-        """Leaves in which that backward would accumulate gradients, and names of functions of torch.distributed."""
-        self.reaches_cut = False
+        self.leaves, self.communicates, self.reaches_cut = list[torch.Tensor](), list[str](), False
+        """Leaves in which that backward accumulates gradients; names of functions of torch.distributed."""
         seen, todo = {None}, list[Any](loss.grad_fn for loss in losses)
         while todo:
             node = todo.pop()

@@ -33,11 +33,7 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Adam(AdamState):
-    """An engine's basic optimizer.
-
-    Raises:
-        Unsupported: from the constructor, naming the optimizer, option or parameter that cannot be protected.
-    """
+    """An engine's basic optimizer. Raises: Unsupported, naming it, the option or parameter that is not protected."""
 
     def __init__(self, optimizer: Any, masters: Sequence[torch.Tensor], schedule: Any = None) -> None:
         check_kind(optimizer)
@@ -100,8 +96,7 @@ class Adam(AdamState):
 class Frozen:
     """Parameters that no update changes (the base of a LoRA): never copied, compared with a newcomer's by a digest.
 
-    Every process of a rank makes or loads the same ones. With ZeRO 3 they are a part of the shard instead: a script may
-    load them on one rank only, and each rank has its part of them.
+    With ZeRO 3 they are a part of the shard instead: a script may load them on one rank only.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -163,7 +158,8 @@ class LastingGradients:
         self._optimizer = optimizer = engine.optimizer
         self._trained: list[tuple[str, Any]] = []
         self._ever: set[int] = set()
-        self._forget_step()
+        self._now: dict[int, bool] = {}
+        """Those that have had gradients in this step, and whether in its first backward."""
         stage = engine.zero_optimization_stage()
         if stage != 3 and not (stage > 0 and getattr(optimizer, "cpu_offload", False)):
             return
@@ -173,24 +169,16 @@ class LastingGradients:
 
         def note(written: Any, *_: Any, **__: Any) -> None:
             written = written if isinstance(written, list) else [written]
-            found = {numbers[id(parameter)] for parameter in written if id(parameter) in numbers}
-            self._now |= found
-            if optimizer.micro_step_id <= 0:
-                self._at_once |= found
+            for number in [numbers[id(parameter)] for parameter in written if id(parameter) in numbers]:
+                self._now.setdefault(number, optimizer.micro_step_id <= 0)
 
         before(
             optimizer, "partition_grads" if hasattr(optimizer, "partition_grads") else "copy_grads_in_partition", note
         )
 
-    def _forget_step(self) -> None:
-        self._now: set[int] = set()
-        """Those that have had gradients in this step."""
-        self._at_once: set[int] = set()
-        """Those that have in its first backward."""
-
     def check(self) -> None:
         """Raises: Unsupported, before an update that would use gradients of an earlier step."""
-        missed = self._ever - self._at_once
+        missed = {number for number in self._ever if not self._now.get(number)}
         # An offloaded optimizer copies gradients in the last backward only, and notes the norms of those it has.
         if not missed and (norms := getattr(self._optimizer, "norm_for_param_grads", None)) is not None:
             missed = {n for n in self._ever if self._optimizer.get_param_id(self._trained[n][1]) not in norms}
@@ -202,16 +190,15 @@ class LastingGradients:
                 "let the loss depend on all of them (add 0.0 * output.sum() of what is left out), or use ZeRO 1 or 2 "
                 "without offload",
             )
-        self._ever |= self._now
-        self._forget_step()
+        self._ever |= self._now.keys()
+        self._now = {}
 
     def without(self) -> list[int]:
         """List the parameters that never had a gradient, by number."""
         return [number for number in range(len(self._trained)) if number not in self._ever]
 
     def load(self, without: Sequence[int]) -> None:
-        self._ever = set(range(len(self._trained))).difference(without)
-        self._forget_step()
+        self._ever, self._now = set(range(len(self._trained))).difference(without), {}
 
 
 def _has_part(parameter: Any) -> bool:

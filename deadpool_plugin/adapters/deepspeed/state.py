@@ -58,8 +58,7 @@ def _is_deepspeeds(attribute: str) -> bool:
 class EngineState:
     """State of one engine, from its first forward on. See `State` for when each method runs.
 
-    Raises:
-        Unsupported: from the constructor, naming the optimizer or parameter that cannot be protected.
+    Raises: Unsupported, naming the optimizer or parameter that cannot be protected.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -49,11 +49,8 @@ def refuse_parts(calls: EngineCalls) -> None:
 
 
 def refuse_taking_hooks(calls: EngineCalls) -> None:
-    """Refuse to take the hooks off for a while, as `unwrap_model_for_generation` of DeepSpeed and trl does.
-
-    It asks for them first. A swap meanwhile would run the model without them, one after that believe in those that are
-    gone.
-    """
+    """Refuse to take the hooks off for a while, as `unwrap_model_for_generation` of DeepSpeed and trl does."""
+    # It asks for them first. A swap meanwhile would run the model without them, a later one believe in the old ones.
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
     ending = list[bool]()  # by engine.destroy()
@@ -78,8 +75,7 @@ def refuse_taking_hooks(calls: EngineCalls) -> None:
 class Enter(EngineCall):
     """All of the context's parameters are gathered: again after a swap inside it, with the body's changes.
 
-    Followers are told small parameters. Larger ones are full of NaN there: enough for a save, which a follower skips,
-    and never taken for numbers.
+    Followers are told small parameters. Larger ones are NaN there: enough for a save, and never taken for numbers.
     """
 
     method = "__enter__"
@@ -144,30 +140,23 @@ class Exit(EngineCall):
             free_param(parameter)
 
 
-class ModelCall:
-    """An engine's model where the script calls it past the engine: with ZeRO 3 a call as `engine.forward` is.
+def watch_model(calls: EngineCalls, engine: Any) -> None:
+    """Make calls of an engine's model past the engine its calls, with ZeRO 3. Again after the model was compiled.
 
     With other stages it is the script's own affair: a process that follows does it, too. Hugging Face's Trainer
     evaluates so. Source: torch's Module._wrapped_call_impl asks `_compiled_call_impl` first, hooks and all, and leaves
     it out of copies and pickles.
     """
+    inner = vars(engine.module).get("_compiled_call_impl") or engine.module._call_impl
 
-    def __init__(self, calls: EngineCalls, engine: Any, inner: Function) -> None:
-        self._calls, self._engine, self._inner = calls, engine, inner
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if calls.busy:
+            return inner(*args, **kwargs)
+        return calls.handler(Forward(calls, "engine.forward", past_engine, engine, *args, **kwargs))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._calls.busy:
-            return self._inner(*args, **kwargs)
+    def past_engine(_: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
 
-        def model(_: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return self._inner(*args, **kwargs)
-
-        return self._calls.handler(Forward(self._calls, "engine.forward", model, self._engine, *args, **kwargs))
-
-    @classmethod
-    def watch(cls, calls: EngineCalls, engine: Any) -> None:
-        """Make calls of an engine's model its calls. To be done again after the model was compiled."""
-        model = engine.module
-        inner = vars(model).get("_compiled_call_impl") or model._call_impl
-        if engine.zero_optimization_stage() == 3 and not isinstance(inner, cls):
-            model._compiled_call_impl = cls(calls, engine, inner)
+    if engine.zero_optimization_stage() == 3 and not hasattr(inner, "deadpool_watches"):
+        vars(call)["deadpool_watches"] = True
+        engine.module._compiled_call_impl = call

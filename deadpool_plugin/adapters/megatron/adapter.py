@@ -8,7 +8,6 @@ Source: megatron-core 0.16.1; shared state as measured per sub-optimizer of Chai
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
@@ -80,7 +79,7 @@ class MegatronAdapter(Adapter):
         ):
             for cls in classes:
                 after_init(cls, functools.partial(_remember, instances))
-        wrap_call = functools.partial(wrap, handler=handler, within=self._calls.inside)
+        wrap_call = functools.partial(wrap, handler, calls=self._calls)
         DistributedDataParallel.no_sync = bookkeeping.no_sync
         wrap_call(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
         wrap_call(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
@@ -163,7 +162,7 @@ class ForwardBackward(Call):
     """A schedule's whole forward and backward."""
 
     def loss(self, value: Any, on_host: Callable[[Any], Any]) -> float | None:
-        """Mean over microbatches of the first reported number; Megatron reports `[sum, count]` pairs or means."""
+        """Average the first reported number over microbatches; Megatron reports `[sum, count]` pairs or means."""
         result = on_host(value)
         if not isinstance(result, list) or not result or not all(isinstance(one, dict) for one in result):
             return None
@@ -173,25 +172,18 @@ class ForwardBackward(Call):
 
 
 def wrap(
-    owner: Any,
-    name: str,
-    kind: CallKind,
-    *,
-    handler: CallHandler,
-    within: Callable[[], contextlib.ContextDecorator] = Nesting().inside,
-    made: type[Call] = Call,
+    handler: CallHandler, owner: Any, name: str, kind: CallKind, *, made: type[Call] = Call, calls: Nesting = Nesting()
 ) -> None:
-    """Make `owner.name` a call, of the class `made`. The original runs `within` a context."""
-    run = within()(getattr(owner, name))
+    """Make `owner.name` a call, of the class `made`, inside `calls`."""
+    run = calls.inside()(getattr(owner, name))
     in_place_of(owner, name)(lambda _, *args, **kwargs: handler(made(name, kind, run, args, kwargs)))
 
 
 def install_facts(handler: CallHandler) -> None:
-    """Let a process that rehearses a rank later find the facts that the rank itself found when the job began.
+    """Let a later rehearsal of a rank find the facts that the rank itself found when the job began.
 
     With `--load X --save X` a job begins without a checkpoint and soon has one. A rehearsal that saw it would load it,
-    with collectives that the job never made. Which one is loaded is decided by a collective whose result is recorded.
-    Nor has a rehearsal parameters whose hashes could be compared.
+    with collectives that the job never made. Nor has a rehearsal parameters whose hashes could be compared.
     Source: megatron/training/checkpointing.py `_load_base_checkpoint`, `checkpoint_exists` (core_v0.14.0 to main; those
     of 0.19 and later ask `os.path` itself); megatron/core/utils.py `check_param_hashes_across_dp_replicas`.
     """
@@ -210,7 +202,7 @@ def install_facts(handler: CallHandler) -> None:
         in_place_of(saving, "isfile")(isfile)
     for module in map(sys.modules.get, ("megatron.core.utils", "megatron.training.training")):
         if hasattr(module, HASHES):
-            wrap(module, HASHES, CallKind.FACT, handler=handler)
+            wrap(handler, module, HASHES, CallKind.FACT)
 
 
 def _remember(instances: list[Any], instance: Any) -> None:
@@ -227,9 +219,8 @@ def _subclasses(cls: type) -> dict[type, None]:
 def _mean(reported: Any) -> float | None:
     """Return the mean of a number, or of a sum and its count; None for anything else (logits, say)."""
     parts = reported if isinstance(reported, (tuple, list)) else [reported]
-    if not all(isinstance(part, (bool, int, float, torch.Tensor)) for part in parts):
-        return None
-    if not 1 <= sum(part.numel() if isinstance(part, torch.Tensor) else 1 for part in parts) <= 2:
+    are_numbers = all(isinstance(part, (bool, int, float, torch.Tensor)) for part in parts)
+    if not are_numbers or not 1 <= sum(torch.as_tensor(part).numel() for part in parts) <= 2:
         return None
     total, *count = [float(number) for part in parts for number in torch.as_tensor(part).detach().flatten().tolist()]
     return total / count[0] if count and count[0] else total

@@ -1,12 +1,11 @@
-"""Megatron-core's notes of the step under way, beside model and optimizer: tracked losses, timers, gradient buckets.
+"""Megatron-core's notes of the step under way, beside model and optimizer: tracked losses and gradient buckets.
 
 Every forward adds to trackers of the process; the script's logging reduces and clears them, so a redone forward would
-count twice. Rules of this file: a tracker that a version lacks is no error. An entry is what one tracker has: tensors
-of sums, the groups they are reduced over, flags.
+count twice. Rules of this file: a tracker that a version lacks is no error.
 Source: megatron/core/transformer/moe/moe_utils.py (core_v0.14.0 to 0.17.1), moe_logging.py (0.18.0 and later),
 multi_token_prediction.py, experimental_attention_variant/dsa.py; core/rerun_state_machine.py `validate_result`,
-core/timers.py `Timer.start`, core/distributed/param_and_grad_buffer.py (0.16.1); training/training.py
-`consume_seqlen_stats_in_iteration` (core_v0.18.0 to main).
+core/distributed/param_and_grad_buffer.py (0.16.1); training/training.py `consume_seqlen_stats_in_iteration`
+(core_v0.18.0 to main).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ...worker.adapter import Scalars
 from ...worker.functions import Call
 
 Entry = dict[str, Any]
-
+"""Of one tracker: tensors of sums, the groups they are reduced over, flags."""
 CORE = "megatron.core.transformer"
 REDUCTIONS = (
     (f"{CORE}.moe.moe_utils", "", "reduce_aux_losses_tracker_across_ranks"),
@@ -66,12 +65,9 @@ class Reduction(Call):
 
 
 def noted() -> dict[str, Entry]:
-    """Copy the entries of all trackers, and the rerun state machine's attributes: whether a group, then its name or
-    the value.
-
-    The machine asserts in every forward that it is inside a step, which the script begins and ends between calls: a
-    forward redone from inside the optimizer's step would raise.
-    """
+    """Copy the entries of all trackers, and the rerun state machine's attributes: (is a group, its name or value)."""
+    # The machine asserts in every forward that it is inside a step, which the script begins and ends between calls: a
+    # forward redone from inside the optimizer's step would raise.
     names, found = c10d._world.pg_names, {}
     for name, entry in _live().items():
         keys = LENGTHS if name == LOOP else entry.keys()

@@ -34,9 +34,7 @@ class TrainingState:
     """State of the outermost Megatron optimizer (a ChainedOptimizer or a single one) and of the model it trains.
 
     See `State` for when each method runs. `timers` may grow.
-
-    Raises:
-        Unsupported: from the constructor, naming the optimizer or parameter that cannot be protected.
+    Raises: Unsupported, naming the optimizer or parameter that cannot be protected.
     """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, schedulers: Sequence[Any], timers: Sequence[Any]) -> None:
