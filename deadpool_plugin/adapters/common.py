@@ -1,9 +1,8 @@
-"""The parts that both adapters share: wrapped functions, saves, options refused by name, the state of Adam."""
+"""The parts that both adapters share: wrapped functions, options refused by name, the state of Adam."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,7 @@ import torch
 
 from ..errors import Unsupported
 from ..worker.adapter import Scalars
-from ..worker.copies import structure
 from ..worker.patching import around
-from ..worker.saving import SaveCall, Saves
 
 Function = Callable[..., Any]
 REMEDY = "or run this job without deadpool_plugin"
@@ -62,21 +59,6 @@ def after_init(cls: type, act: Callable[[Any], None]) -> None:
     def init(original: Function, instance: Any, *args: Any, **kwargs: Any) -> None:
         original(instance, *args, **kwargs)
         act(instance)
-
-
-class MethodSave(SaveCall):
-    """A method that saves or gathers, with its arguments as they were at the first time. Followers are told its value.
-
-    `_owner`: whose method it is.
-    """
-
-    def __init__(self, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._saves, self._original, self._owner = saves, original, args[0]
-        self._arguments = structure(dict(inspect.signature(original).bind(*args, **kwargs).arguments))
-        self.name = original.__qualname__
-
-    def __call__(self) -> Any:
-        return self._original(**self._arguments)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from ...errors import Unsupported
 from ...worker.functions import Call, CallKind
-from ...worker.saving import Saves, write_beside
-from ..common import Function, MethodSave, in_place_of
+from ...worker.saving import SaveCall, Saves, write_beside
+from ..common import Function, in_place_of
 from .calls import EngineCall, EngineCalls
 
 
@@ -41,14 +41,15 @@ def install(saves: Saves, calls: EngineCalls, engine_class: Any) -> None:
     install_loading(calls, engine_class)
 
 
-class EngineSave(MethodSave):
+class EngineSave(SaveCall):
     """A method of the engine that gathers weights, or saves."""
 
     def __init__(
         self, calls: EngineCalls, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        self.name = f"engine.{original.__name__}"
         super().__init__(saves, original, args, kwargs)
-        self._calls, self.name = calls, f"engine.{original.__name__}"
+        self._calls, self._engine = calls, args[0]
 
     def __call__(self) -> Any:
         with self._calls.inside():
@@ -62,8 +63,8 @@ class WeightsSave(EngineSave):
         began = time.monotonic()
         with _saving_beside():
             value = super().__call__()
-        name = self._arguments.get("save_filename")
-        path = os.path.join(str(self._arguments["save_dir"]), "pytorch_model.bin" if name is None else str(name))
+        name = self.kwargs.get("save_filename")
+        path = os.path.join(str(self.kwargs["save_dir"]), "pytorch_model.bin" if name is None else str(name))
         self._saves.written(path, began, whole=False)
         return value
 
@@ -76,18 +77,18 @@ class CheckpointSave(EngineSave):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        tag = self._arguments.get("tag")
-        self._tag = f"global_step{self._owner.global_steps}" if tag is None else str(tag)
+        tag = self.kwargs.get("tag")
+        self._tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
 
     def __call__(self) -> Any:
-        began, folders, arguments = time.monotonic(), self._saves.folders, self._arguments
+        began, folders, arguments = time.monotonic(), self._saves.folders, self.kwargs
         with self._calls.inside(), _saving_beside():
             folder = str(arguments["save_dir"])
-            if not self._owner.use_node_local_storage() and (agreed := folders.one_folder(folder)) != folder:
+            if not self._engine.use_node_local_storage() and (agreed := folders.one_folder(folder)) != folder:
                 arguments["save_dir"] = folder = agreed
             arguments["tag"] = self._tag = folders.one_tag(folder, self._tag)
             # DeepSpeed's rank 0 names the newest checkpoint when its own part is written, whatever the others have.
-            value = self._original(**{**arguments, "save_latest": False})  # it ends with a barrier
+            value = self.function(**{**arguments, "save_latest": False})  # it ends with a barrier
             if arguments.get("save_latest", True):
                 if dist.get_rank() == 0:
                     write_beside(Path(folder, "latest"), lambda file: file.write_text(self._tag))

@@ -10,7 +10,6 @@ Source: megatron-core 0.16.1, strategies/async_utils.py, strategies/filesystem_a
 from __future__ import annotations
 
 import contextlib
-import inspect
 import multiprocessing
 import os
 import queue as queues
@@ -22,8 +21,8 @@ from ...errors import Unsupported
 from ...worker.copies import structure
 from ...worker.functions import Call
 from ...worker.patching import around, replace
-from ...worker.saving import Flight, FolderSave, Saves, die_with_trainer, kill_tree
-from ..common import Function, MethodSave
+from ...worker.saving import Flight, FolderSave, SaveCall, Saves, die_with_trainer, kill_tree
+from ..common import Function
 
 WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """Names of the functions that run in a writer's process; the third replaced the second in 0.17."""
@@ -44,14 +43,14 @@ def install(saves: Saves) -> None:
     _wrap(saves, queue, "maybe_finalize_async_calls", Finalize)
     _wrap(saves, queue, "close", QueueCall)  # it finalizes all calls first, by the function above
     for owner in (optimizer.ChainedOptimizer, distrib_optimizer.DistributedOptimizer):
-        _wrap(saves, owner, "save_parameter_state", MethodSave)
+        _wrap(saves, owner, "save_parameter_state", SaveCall)
     writer = filesystem_async.FileSystemWriterAsync
     for name in [name for name in WRITERS if hasattr(writer, name)]:
         setattr(writer, name, staticmethod(around(getattr(writer, name), _end_with_trainer)))
     saves.on_cancel.append(_drain_results)
 
 
-def _wrap(saves: Saves, owner: type, name: str, kind: type[MethodSave]) -> None:
+def _wrap(saves: Saves, owner: type, name: str, kind: type[SaveCall]) -> None:
     setattr(owner, name, saves.wrapped(getattr(owner, name), kind))
 
 
@@ -203,8 +202,12 @@ class RequestFlight(Flight):
             self.queue.async_calls.remove(self.active)
 
 
-class QueueCall(MethodSave):
+class QueueCall(SaveCall):
     gated = False
+
+    def __init__(self, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__(saves, original, args, kwargs)
+        self._queue = args[0]
 
 
 class Schedule(QueueCall):
@@ -212,11 +215,11 @@ class Schedule(QueueCall):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        _, self._request = self._arguments.values()
-        self._index = self._owner.call_idx
+        _, self._request = self.kwargs.values()
+        self._index = self._queue.call_idx
 
     def __call__(self) -> int:
-        queue, request = self._owner, self._request
+        queue, request = self._queue, self._request
         if getattr(queue, "persistent", False):
             # Its one writer would take the request only once all before it are written, and upstream waits for that
             # where a swap, which kills the writer, could not interrupt it (`preload_q.join`).
@@ -229,12 +232,12 @@ class Schedule(QueueCall):
         if flight.cancelled:  # on all ranks
             queue.call_idx += 1
             return int(queue.call_idx)
-        index = self._original(queue, flight.made._replace(finalize_fns=request.finalize_fns))
+        index = self.function(queue, flight.made._replace(finalize_fns=request.finalize_fns))
         flight.queue, flight.active = queue, queue.async_calls[-1]
         return int(index)
 
     def skipped(self, outcome: Any) -> int:
-        self._owner.call_idx = outcome
+        self._queue.call_idx = outcome
         return int(outcome)
 
 
@@ -247,19 +250,19 @@ class Finalize(QueueCall):
     """
 
     def __call__(self) -> list[int]:
-        if not self._arguments.get("blocking"):
-            return self._look(self._arguments)
+        if not self.kwargs.get("blocking"):
+            return self._look(self.kwargs)
         finalized: list[int] = []
         while True:
-            finalized += self._look({"self": self._owner})
-            if not self._owner.async_calls:
+            finalized += self._look({"self": self._queue})
+            if not self._queue.async_calls:
                 return finalized
             time.sleep(LOOK_EVERY_S)
 
     def _look(self, arguments: dict[str, Any]) -> list[int]:
         flights = [flight for flight in list(self._saves.flights) if isinstance(flight, RequestFlight)]
-        waiting = [flight for flight in flights if flight.queue is self._owner]
-        finalized: list[int] = self._original(**arguments)
+        waiting = [flight for flight in flights if flight.queue is self._queue]
+        finalized: list[int] = self.function(**arguments)
         for flight in waiting:
             if flight.active.idx in finalized:
                 flight.completed()

@@ -213,7 +213,7 @@ def merge_neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     merged: list[torch.Tensor] = []
     for within in storages.values():
-        end: tuple[torch.dtype, int] | None = None
+        end: object = None
         for tensor in sorted(within, key=torch.Tensor.storage_offset):
             is_whole = tensor.is_contiguous()
             if is_whole and (tensor.dtype, tensor.storage_offset()) == end:
