@@ -51,62 +51,6 @@ class Credentials:
         return Credentials(self.secret, job)
 
 
-class Handshake:
-    """One side's part without IO: send `greeting`, `answer(theirs)` gives the proof to send, `check(theirs)`."""
-
-    def __init__(self, credentials: Credentials, purpose: str, identity: int, *, dialling: bool, address: str) -> None:
-        self.greeting = _GREETING.pack(_MAGIC, os.urandom(32), identity, credentials.job.encode())
-        self._secret, self._job = credentials.secret, credentials.job
-        self._purpose, self._dialling, self._address = purpose, dialling, address
-        self._theirs = b""
-
-    def _proof(self, role: bytes) -> bytes:
-        dialler, listener = (self.greeting, self._theirs) if self._dialling else (self._theirs, self.greeting)
-        return hmac.digest(self._secret, b"\0".join((role, self._purpose.encode(), dialler + listener)), "sha256")
-
-    def recognise(self, start: bytes) -> None:
-        """Raises: PeerRefused if a peer's first bytes begin no greeting of this protocol."""
-        if start != _MAGIC:
-            raise self._refusal("it does not speak this protocol or version")
-
-    def answer(self, theirs: bytes) -> bytes:
-        """Make our proof. Raises: PeerRefused as `recognise`."""
-        self.recognise(theirs[: len(_MAGIC)])
-        self._theirs = theirs
-        return self._proof(b"dial" if self._dialling else b"listen")
-
-    def check(self, proof: bytes) -> int:
-        """Return the other side's identity.
-
-        Raises: PeerRefused if it does not know the secret or is of another job; ConnectionClosed if one of us does not
-        know its job yet: to be tried again.
-        """
-        if not hmac.compare_digest(proof, self._proof(b"listen" if self._dialling else b"dial")):
-            raise self._refusal(
-                "it does not prove the job's secret",
-                "if it is to be in this job, copy this host's secret_file to it; if not, nothing",
-            )
-        ours, theirs = self._job, self._job_of_peer()
-        if theirs == ours or ANY_JOB in (theirs, ours):
-            return int(_GREETING.unpack(self._theirs)[2])
-        if not (theirs and ours):
-            who = "it has" if ours else "we have"
-            raise ConnectionClosed(f"{self._address} is to try again: {who} not met the other nodes of the job yet")
-        raise self._refusal(
-            f"it is of job {theirs}, this is job {ours} with the same secret",
-            "if that job should be over, end its processes there; if both run, do nothing: each has its own nodes",
-        )
-
-    def _job_of_peer(self) -> str:
-        """Read which job the peer says it is of, "" before it has said so."""
-        job: bytes = _GREETING.unpack(self._theirs)[3] if self._theirs else b""
-        return job.rstrip(b"\0").decode(errors="replace")
-
-    def _refusal(self, reason: str, remedy: str = "") -> PeerRefused:
-        found = f"refused {self._address} ({self._purpose} connection): {reason}"
-        return PeerRefused(found, remedy=remedy, address=self._address, job=self._job_of_peer())
-
-
 async def shake_hands(
     sock: socket.socket,
     credentials: Credentials,
@@ -119,21 +63,47 @@ async def shake_hands(
     """Proves secret and job to the other end of a fresh connection and returns its identity (a node id).
 
     Args: sock: does not block.
-    Raises: PeerRefused, with the address; ConnectionClosed if the other end hangs up, takes longer than `timeout_s` for
-    all of it, or is to be tried again because not both have met their job.
+    Raises: PeerRefused, with the address, if the other end does not know the secret or is of another job;
+    ConnectionClosed if it hangs up, takes longer than `timeout_s` for all of it, or is to be tried again because one of
+    us does not know its job yet.
     """
-    shake = Handshake(credentials, purpose, identity, dialling=dialling, address=remote_name(sock))
-    loop = asyncio.get_running_loop()
+    address, loop, our_job, their_job = remote_name(sock), asyncio.get_running_loop(), credentials.job, ""
+    ours, theirs = _GREETING.pack(_MAGIC, os.urandom(32), identity, our_job.encode()), b""
+
+    def proof(of_dialler: bool) -> bytes:
+        role, greetings = b"dial" if of_dialler else b"listen", ours + theirs if dialling else theirs + ours
+        return hmac.digest(credentials.secret, b"\0".join((role, purpose.encode(), greetings)), "sha256")
+
+    def refusal(reason: str, remedy: str = "") -> PeerRefused:
+        found = f"refused {address} ({purpose} connection): {reason}"
+        return PeerRefused(found, remedy=remedy, address=address, job=their_job)
+
     try:
         async with asyncio.timeout(timeout_s):
-            await loop.sock_sendall(sock, shake.greeting)
-            start = await recv_exact(sock, len(_MAGIC))
-            shake.recognise(start)
-            theirs = start + await recv_exact(sock, _GREETING.size - len(_MAGIC))
-            await loop.sock_sendall(sock, shake.answer(theirs))
-            return shake.check(await recv_exact(sock, _PROOF_BYTES))
+            await loop.sock_sendall(sock, ours)
+            theirs = await recv_exact(sock, len(_MAGIC))
+            if theirs != _MAGIC:
+                raise refusal("it does not speak this protocol or version")
+            theirs += await recv_exact(sock, _GREETING.size - len(_MAGIC))
+            peer, their_job = _GREETING.unpack(theirs)[2], theirs[-16:].rstrip(b"\0").decode(errors="replace")
+            await loop.sock_sendall(sock, proof(dialling))
+            their_proof = await recv_exact(sock, _PROOF_BYTES)
     except (OSError, EOFError) as error:
-        raise ConnectionClosed(f"the handshake with {remote_name(sock)} ended early: {error!r}") from error
+        raise ConnectionClosed(f"the handshake with {address} ended early: {error!r}") from error
+    if not hmac.compare_digest(their_proof, proof(not dialling)):
+        raise refusal(
+            "it does not prove the job's secret",
+            "if it is to be in this job, copy this host's secret_file to it; if not, nothing",
+        )
+    if their_job == our_job or ANY_JOB in (their_job, our_job):
+        return int(peer)
+    if not (their_job and our_job):
+        who = "it has" if our_job else "we have"
+        raise ConnectionClosed(f"{address} is to try again: {who} not met the other nodes of the job yet")
+    raise refusal(
+        f"it is of job {their_job}, this is job {our_job} with the same secret",
+        "if that job should be over, end its processes there; if both run, do nothing: each has its own nodes",
+    )
 
 
 async def dialled(

@@ -12,8 +12,7 @@ from support import expect
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, Status
 from deadpool_plugin.errors import PeerRefused, TransportError
 from deadpool_plugin.transport import join_protocol
-from deadpool_plugin.transport.framing import recv_exact
-from deadpool_plugin.transport.handshake import Credentials, Handshake, shake_hands
+from deadpool_plugin.transport.handshake import Credentials, shake_hands
 from deadpool_plugin.transport.join_protocol import PURPOSE
 from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.sockets import Address, connected, tune
@@ -273,12 +272,7 @@ def test_a_handshake_that_its_dialler_gave_up_makes_no_link() -> None:
         table = {0: await first.transport.listen(), 1: await second.transport.listen()}
         linking = asyncio.create_task(first.transport.connect(table, WAIT_S))
         sock = await connected(table[0])
-        shake = Handshake(Credentials(b"secret"), PURPOSE, 1, dialling=True, address="")
-        sock.send(shake.greeting)
-        theirs = await recv_exact(sock, len(shake.greeting))
-        proof = shake.answer(theirs)
-        await recv_exact(sock, len(proof))
-        sock.send(proof)
+        await shake_hands(sock, Credentials(b"secret"), PURPOSE, 1, dialling=True)
         sock.close()
         await asyncio.gather(linking, second.transport.connect(table, WAIT_S))
         assert first.transport.linked == {1} and first.lost.empty()

@@ -13,8 +13,8 @@ from support.handshakes import shake as shake_one
 
 from deadpool_plugin.errors import PeerRefused
 from deadpool_plugin.transport import handshake
-from deadpool_plugin.transport.framing import ConnectionClosed
-from deadpool_plugin.transport.handshake import ANY_JOB, Credentials, Handshake, Listener, shake_hands
+from deadpool_plugin.transport.framing import ConnectionClosed, recv_exact
+from deadpool_plugin.transport.handshake import ANY_JOB, Credentials, Listener, shake_hands
 from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.rendezvous import Hello, meet
 from deadpool_plugin.transport.sockets import bound_address, connected, listen_tcp
@@ -34,6 +34,14 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     with listen_tcp("127.0.0.1") as listener:
         dialler = socket.create_connection(bound_address(listener))
         return dialler, listener.accept()[0]
+
+
+def socket_pairs(count: int) -> list[tuple[socket.socket, socket.socket]]:
+    pairs = [tcp_pair() for _ in range(count)]
+    for pair in pairs:
+        for sock in pair:
+            sock.setblocking(False)
+    return pairs
 
 
 def outcome(call: Callable[[], int]) -> int | Exception:
@@ -86,11 +94,26 @@ def test_a_claimed_job_proves_nothing_without_the_secret() -> None:
 
 
 def test_the_job_is_part_of_what_is_proven() -> None:
-    mine, theirs = (Handshake(OURS.of("a"), "x", 1, dialling=dials, address="there") for dials in (True, False))
-    mine.answer(theirs.greeting)
-    theirs.answer(mine.greeting.replace(b"a".ljust(16, b"\0"), b"b".ljust(16, b"\0")))
-    with pytest.raises(PeerRefused, match="does not prove"):
-        mine.check(theirs._proof(b"listen"))
+    """Somebody between them changes what the dialler says it is of."""
+
+    async def between(dialler: socket.socket, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        greeting = await recv_exact(dialler, 60)
+        await loop.sock_sendall(listener, greeting.replace(b"a".ljust(16, b"\0"), b"b".ljust(16, b"\0")))
+        await loop.sock_sendall(dialler, await recv_exact(listener, 60))
+        await loop.sock_sendall(listener, await recv_exact(dialler, 32))
+
+    async def scenario() -> None:
+        near, far = socket_pairs(2)
+        listening = shake_hands(far[0], OURS.of("b"), "x", 7, dialling=False)
+        dialling = asyncio.create_task(shake_hands(near[0], OURS.of("a"), "x", 3, dialling=True))
+        _, found = await asyncio.gather(between(near[1], far[1]), listening, return_exceptions=True)
+        assert isinstance(found, PeerRefused) and "does not prove" in str(found)
+        dialling.cancel()
+        for sock in (*near, *far):
+            sock.close()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("job", ["", "a"])
@@ -115,10 +138,16 @@ def test_another_protocol_is_refused_and_silence_ends() -> None:
 
 
 def test_a_reflected_proof_is_refused() -> None:
-    mine = Handshake(OURS, "x", 1, dialling=True, address="somewhere")
-    proof = mine.answer(mine.greeting)
-    with pytest.raises(PeerRefused):
-        mine.check(proof)
+    async def reflect(sock: socket.socket) -> None:
+        for size in (60, 32):
+            await asyncio.get_running_loop().sock_sendall(sock, await recv_exact(sock, size))
+
+    async def scenario() -> None:
+        ((ours, theirs),) = socket_pairs(1)
+        with ours, theirs, pytest.raises(PeerRefused, match="does not prove"):
+            await asyncio.gather(shake_hands(ours, OURS, "x", 1, dialling=True), reflect(theirs))
+
+    asyncio.run(scenario())
 
 
 def test_a_byte_now_and_then_is_no_handshake() -> None:
