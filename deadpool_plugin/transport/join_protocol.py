@@ -1,35 +1,28 @@
-"""The beginning of a control connection: a link between members, or the questions of a host that is none yet (a guest).
+"""The questions of a host that is no member yet (a guest) on a control connection, and the members' answers.
 
-Rules of this file: a connection begins with the handshake. A member that has dialled is then told whether it is to be
-a link. A guest, whose identity is `GUEST`, asks and is answered, one frame each; nothing of it reaches the controller
-but the wish that the job ends. Only an `Announce` answered by `Admitted` makes a link of its connection, from the next
-byte on, and it never replaces one. Whatever raises has closed the connection.
+Rules of this file: a guest, whose identity in the handshake is `GUEST`, asks and is answered, one frame each; nothing
+of it reaches the controller but the wish that the job ends. Only an `Announce` answered by `Admitted` makes a link of
+its connection (mesh.py), from the next byte on, and it never replaces one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from ..core.types import Generation, NodeId
-from ..errors import PeerRefused, TransportError
+from ..errors import TransportError
 from .framing import ConnectionClosed, put, take
 from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, dialled
 from .rendezvous import Hello
-from .sockets import Address, Port, closed_on_error, remote_name
+from .sockets import Address, Port
 
 PURPOSE = "control"
 GUEST: NodeId = 0xFFFFFFFF
 """The identity of a guest."""
-
-
-class NotWanted(PeerRefused):
-    """A node of this job counts us as lost, or does not know us."""
 
 
 class Guest(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -78,7 +71,7 @@ class JobDescription(Guest, frozen=True):
 
 
 class Reserved(Guest, frozen=True):
-    """Answer: `node` was never used in this job, and is promised to nobody else by the answering node."""
+    """Answer: `node` was never used in this job, and the answering node promises it to nobody else."""
 
     node: NodeId
 
@@ -94,7 +87,7 @@ class Stopping(Guest, frozen=True):
 
 
 class Busy(Guest, frozen=True):
-    """Answer: ask again in a moment. `arrives`: who answers is about to join itself, or to meet the others."""
+    """Answer: ask again in a moment. `arrives`: the answering node is about to join itself, or to meet the others."""
 
     reason: str
     arrives: bool = False
@@ -110,43 +103,6 @@ class NotAdmitted(Guest, frozen=True, tag="Refused"):
 Question = Describe | Reserve | Announce | Stop
 Answer = JobDescription | Reserved | Admitted | Stopping | Busy | NotAdmitted
 OnGuest = Callable[[Question], Answer]
-
-
-async def dial(
-    peer: NodeId, address: Address, node: NodeId, credentials: Credentials, silent_after_s: float
-) -> socket.socket:
-    """Connect to `peer`, which knows that `node` dials, and wants the link.
-
-    Raises: NotWanted, PeerRefused, ConnectionClosed, OSError.
-    """
-    sock, found = await dialled(address, credentials, PURPOSE, node, silent_after_s)
-    with closed_on_error(sock):
-        where = remote_name(sock)
-        if found != peer:
-            raise PeerRefused(f"{where} says it is node {found}", f"node {peer}", address=where)
-        try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                is_wanted: bool = await take(sock, bool)
-        except (TimeoutError, EOFError) as error:
-            raise ConnectionClosed(f"node {peer} did not let us in: {error!r}") from error
-        if not is_wanted:
-            raise NotWanted(f"node {peer} at {where} wants no link with node {node}", address=where)
-    return sock
-
-
-async def welcome(sock: socket.socket, peer: NodeId) -> None:
-    """Tells `peer`, which has dialled, that there is to be a link. Raises: ConnectionClosed, OSError."""
-    with closed_on_error(sock):
-        with contextlib.suppress(BlockingIOError):  # it waits for our word
-            if not sock.recv(1, socket.MSG_PEEK):
-                raise ConnectionClosed(f"node {peer} gave the handshake up")
-        await put(sock, True)
-
-
-async def turn_away(sock: socket.socket) -> None:
-    """Tells the dialler that there is to be no link. Raises: OSError."""
-    with sock:
-        await put(sock, False)
 
 
 async def ask(
@@ -167,32 +123,6 @@ async def ask(
                 return await take(sock, Answer)
     except (OSError, EOFError) as error:
         raise ConnectionClosed(f"nobody answers at {address[0]}:{address[1]} ({str(error) or 'time-out'})") from error
-
-
-async def serve(
-    sock: socket.socket, answer: OnGuest, may_link: Callable[[NodeId], bool]
-) -> tuple[Hello, Admitted] | None:
-    """Answer a guest until it leaves, which closes the connection (None), or is to be admitted.
-
-    Returns: the hello of a guest that is to be admitted, and the answer still to be sent.
-
-    Args: may_link: whether there is neither a link to a node nor a reason to have none.
-    """
-    with closed_on_error(sock):
-        while True:
-            try:
-                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                    question: Question = await take(sock, Question)
-            except (OSError, EOFError):
-                sock.close()
-                return None
-            if isinstance(question, Announce) and not may_link(question.hello.node):
-                await put(sock, NotAdmitted(f"node {question.hello.node} is or was a node of this job"))
-                continue
-            reply = answer(question)
-            if isinstance(question, Announce) and isinstance(reply, Admitted):
-                return question.hello, reply
-            await put(sock, reply)
 
 
 def nobody_joins(_: Question) -> Answer:

@@ -23,10 +23,9 @@ import msgspec
 from ..core.messages import AnyMessage, Goodbye
 from ..core.types import NodeId
 from ..errors import CorruptFrame, PeerRefused, TransportError
-from . import join_protocol
 from .framing import ConnectionClosed, FrameProtocol, ReliableChannel, put, take, why_unreadable
-from .handshake import Credentials, Listener, dialled
-from .join_protocol import GUEST, PURPOSE, Admitted, Announce, Answer, NotWanted, OnGuest, nobody_joins
+from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Listener, dialled
+from .join_protocol import GUEST, PURPOSE, Admitted, Announce, Answer, NotAdmitted, OnGuest, Question, nobody_joins
 from .rendezvous import Hello
 from .sockets import Address, closed_on_error, connected, listen_tcp, remote_name
 from .tasks import Tasks, begin, loop_time
@@ -44,6 +43,10 @@ wait for each other until their time is up; nodes that all begin with the same p
 OnLost = Callable[[NodeId, str], None]
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _log = logging.getLogger(__name__)
+
+
+class NotWanted(PeerRefused):
+    """A node of this job counts us as lost, or does not know us."""
 
 
 class ControlMesh:
@@ -118,13 +121,16 @@ class ControlMesh:
         """Makes a link of a connection that was accepted, dials a node that asks for it, or answers a guest."""
         if peer == GUEST:
             return await self._entertain(sock)
-        if why := self._objection(peer):
-            address = remote_name(sock)
-            await join_protocol.turn_away(sock)
-            if peer in self._gone:
+        why, address = self._objection(peer), remote_name(sock)
+        with closed_on_error(sock):
+            with contextlib.suppress(BlockingIOError):  # it waits for our word
+                if not why and not sock.recv(1, socket.MSG_PEEK):
+                    raise ConnectionClosed(f"node {peer} gave the handshake up")
+            await put(sock, not why)  # whether there is to be a link
+            if why and peer in self._gone:
                 raise ConnectionClosed(f"node {peer} {why}")
-            raise PeerRefused(f"refused {address}: node {peer} {why}", address=address)
-        await join_protocol.welcome(sock, peer)
+            if why:
+                raise PeerRefused(f"refused {address}: node {peer} {why}", address=address)
         if peer > self._node:
             return await self._attach(sock, peer)
         sock.close()
@@ -146,21 +152,30 @@ class ControlMesh:
         return "" if admitted else "was not admitted to this job (deadpool join)"
 
     async def _entertain(self, sock: socket.socket) -> None:
-        """Answer a guest; link it if it is admitted. A promised link that fails is a lost one."""
-        if (admitted := await join_protocol.serve(sock, self._on_guest, self._is_new)) is None:
-            return
-        hello, answer = admitted
-        self._addresses[hello.node] = hello.control
-        try:
-            with closed_on_error(sock):
+        """Answer a guest until it leaves, or is linked because it is admitted."""
+        with closed_on_error(sock):
+            while True:
+                try:
+                    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                        question: Question = await take(sock, Question)
+                except (OSError, EOFError):
+                    return sock.close()
+                hello = question.hello if isinstance(question, Announce) else None
+                known = self._addresses.keys() | self._gone | self._channels.keys() | {self._node}
+                if hello is not None and hello.node in known:
+                    answer: Answer = NotAdmitted(f"node {hello.node} is or was a node of this job")
+                else:
+                    answer = self._on_guest(question)
+                if hello is not None and isinstance(answer, Admitted):
+                    break
                 await put(sock, answer)
-        except OSError as error:
-            self._lose(hello.node, f"it left while it was let in: {error}")
-            return
+            self._addresses[hello.node] = hello.control
+            try:
+                await put(sock, answer)
+            except OSError as error:  # a promised link that fails is a lost one
+                sock.close()
+                return self._lose(hello.node, f"it left while it was let in: {error}")
         await self._attach(sock, hello.node)
-
-    def _is_new(self, node: NodeId) -> bool:
-        return node not in self._addresses.keys() | self._gone | self._channels.keys() | {self._node}
 
     def _is_wanted(self, node: NodeId) -> bool:
         return not self._closing and node not in self._gone
@@ -222,10 +237,24 @@ class ControlMesh:
             self._attempts[peer] = self._tasks.start(self._ask_still(peer, reason))
 
     async def _dial(self, node: NodeId) -> None:
-        """Makes a link to `node`, or asks it to, if it is larger. Raises: as `join_protocol.dial`."""
+        """Makes a link to `node`, or asks it to, if it is larger.
+
+        Raises: NotWanted, PeerRefused, ConnectionClosed, OSError.
+        """
         address = self._addresses[node]
         async with self._dials if node < self._node else contextlib.nullcontext():  # only asking costs little
-            sock = await join_protocol.dial(node, address, self._node, self._credentials, self._silent_after_s)
+            sock, found = await dialled(address, self._credentials, PURPOSE, self._node, self._silent_after_s)
+            with closed_on_error(sock):
+                where = remote_name(sock)
+                if found != node:
+                    raise PeerRefused(f"{where} says it is node {found}", f"node {node}", address=where)
+                try:
+                    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                        is_wanted: bool = await take(sock, bool)
+                except (TimeoutError, EOFError) as error:
+                    raise ConnectionClosed(f"node {node} did not let us in: {error!r}") from error
+                if not is_wanted:
+                    raise NotWanted(f"node {node} at {where} wants no link with node {self._node}", address=where)
             if node < self._node:
                 await self._attach(sock, node)
             else:

@@ -11,7 +11,7 @@ from support import expect
 
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, Status
 from deadpool_plugin.errors import PeerRefused, TransportError
-from deadpool_plugin.transport import join_protocol
+from deadpool_plugin.transport import handshake
 from deadpool_plugin.transport.handshake import Credentials, shake_hands
 from deadpool_plugin.transport.join_protocol import PURPOSE
 from deadpool_plugin.transport.mesh import ControlMesh
@@ -75,20 +75,20 @@ def test_everyone_hears_everyone_in_order() -> None:
 
 def test_a_node_begins_few_links_at_a_time_and_has_them_all_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once: list[int] = []
-    begun, dial = 0, join_protocol.dial
+    begun, dial = 0, handshake.dialled
 
-    async def counted(peer: int, address: Address, node: int, *others: Any) -> socket.socket:
+    async def counted(address: Address, credentials: Credentials, purpose: str, node: int, *others: Any) -> Any:
         nonlocal begun
         if node != 9:
-            return await dial(peer, address, node, *others)
+            return await dial(address, credentials, purpose, node, *others)
         begun += 1
         at_once.append(begun)
-        sock = await dial(peer, address, node, *others)
+        found = await dial(address, credentials, purpose, node, *others)
         begun -= 1
-        return sock
+        return found
 
     monkeypatch.setattr("deadpool_plugin.transport.mesh.DIALS_MAX", 2)
-    monkeypatch.setattr(join_protocol, "dial", counted)
+    monkeypatch.setattr("deadpool_plugin.transport.mesh.dialled", counted)
 
     async def scenario() -> None:
         async with mesh(10) as nodes:

@@ -29,13 +29,13 @@ from deadpool_plugin.transport.join_protocol import (
     Describe,
     JobDescription,
     NotAdmitted,
-    NotWanted,
     Reserve,
     Reserved,
     Stop,
     Stopping,
     ask,
 )
+from deadpool_plugin.transport.mesh import NotWanted
 from deadpool_plugin.transport.rendezvous import Hello
 from deadpool_plugin.transport.sockets import bound_address, connected, listen_tcp
 
