@@ -38,7 +38,14 @@ _MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 TOUCH_BYTES = 8 << 20  # some 5 ms, ten times that on a loaded host
 SMALL_BYTES = 64 << 20
-"""Slots up to this size are freed by the caller itself, larger ones by a thread of their own."""
+"""Slots up to this size are freed by the caller itself."""
+
+
+GoingOn = Callable[[], None]
+"""Called again and again while slots are made; what it raises ends that."""
+
+
+def goes_on() -> None: ...
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -94,12 +101,10 @@ class SlotPair:
         self._view = memoryview(self._map)
 
     @classmethod
-    def create(
-        cls, rank: int, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
-    ) -> SlotPair:
+    def create(cls, rank: int, header_bytes: int, payload_bytes: int, going_on: GoingOn = goes_on) -> SlotPair:
         """Make empty slots whose pages are all in memory; nobody can resize them.
 
-        Args: going_on: called after each TOUCH_BYTES, every few milliseconds; what it raises ends this.
+        Args: going_on: called after each TOUCH_BYTES, every few milliseconds.
         Raises: MemoryShortage if the kernel gives no memory, descriptor or address space for it.
         Blocks: about 0.6 s per GiB (first touch), ten times that on a loaded host; call it in a thread.
         """
@@ -132,7 +137,7 @@ class SlotPair:
             raise TransportError(f"the arena of rank {rank} is not sealed against resizing")
         return cls(fd, rank, header_bytes, payload_bytes)
 
-    def _touch(self, going_on: Callable[[], None]) -> None:
+    def _touch(self, going_on: GoingOn) -> None:
         """Takes, zeroes and maps every page now, so that the first snapshot costs no more than others."""
         # Nothing here holds the interpreter lock (mmap's own madvise does), and with it the agent's event loop.
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ..core.types import Rank
 from ..errors import MemoryShortage
-from .arena import TOUCH_BYTES, SlotPair, arena_bytes
+from .arena import TOUCH_BYTES, GoingOn, SlotPair, arena_bytes, goes_on
 
 _GIB = 1 << 30
 
@@ -85,9 +85,6 @@ def check_memory(need_bytes: int, headroom_bytes: int, root: Path = Path("/")) -
     )
 
 
-def goes_on() -> None: ...
-
-
 class SlotMaker:
     """Makes slots while there is memory for them. Thread: any.
 
@@ -108,9 +105,7 @@ class SlotMaker:
         """Check that so much can be had beside what is being made. Raises: MemoryShortage."""
         check_memory(need_bytes + sum(tuple(self._untouched.values())), self._headroom_bytes)
 
-    def make(
-        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = goes_on
-    ) -> SlotPair:
+    def make(self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: GoingOn = goes_on) -> SlotPair:
         """Make slots. Raises: MemoryShortage, what `going_on` raises. Blocks: about 0.6 s per GiB."""
         key, size = (rank, threading.get_ident()), arena_bytes(header_bytes, payload_bytes)
 

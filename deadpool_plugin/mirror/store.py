@@ -17,8 +17,8 @@ import xxhash
 
 from ..core.types import NO_STEP, Digest, Generation, Holding, Rank, Step
 from ..errors import DeadpoolError, StaleGeneration, TransportError
-from .arena import SlotPair, Snapshot, free
-from .memory import SlotMaker, goes_on
+from .arena import GoingOn, SlotPair, Snapshot, free, goes_on
+from .memory import SlotMaker
 from .records import CallHistory, NotHeld
 
 WRITER_TIMEOUT_S = 10.0
@@ -33,12 +33,7 @@ class CorruptSnapshot(DeadpoolError):
 
 
 class SnapshotStore:
-    """See the module.
-
-    Args:
-        history_limit_bytes: per rank.
-        headroom_bytes: host memory that new slots must leave free.
-    """
+    """See the module. `history_limit_bytes`: per rank. `headroom_bytes`: host memory that new slots must leave free."""
 
     def __init__(self, history_limit_bytes: int = 256 << 20, headroom_bytes: int = 0) -> None:
         self.maker, self._history_limit_bytes = SlotMaker(headroom_bytes), history_limit_bytes
@@ -247,22 +242,17 @@ class SnapshotStore:
         """Return whether slots of `rank` are here or being made: available memory is less by (some of) them already."""
         return any(rank in slots for slots in (self.maker.ranks, self._own, self._mirrored, self._prepared))
 
-    def create_own(
-        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = goes_on
-    ) -> SlotPair:
+    def create_own(self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: GoingOn = goes_on) -> SlotPair:
         """Do `make_own` for a rank that runs on this node (its worker gets the descriptor). Replaces what was held."""
         pair = self.make_own(rank, header_bytes, payload_bytes, going_on)
         self._become_own(pair)
         return pair
 
-    def make_own(
-        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = goes_on
-    ) -> SlotPair:
-        """Get slots for `adopt_own`: the prepared ones, also if they are still being made, or new ones. They belong to
-        the caller until it has them adopted, or puts them back.
+    def make_own(self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: GoingOn = goes_on) -> SlotPair:
+        """Get slots, the caller's until it has them adopted or puts them back: prepared ones, also if they are still
+        being made, or new ones.
 
-        Args: going_on: called again and again while new ones are made; what it raises ends that.
-        Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
+        Raises: MemoryShortage, what `going_on` raises. Blocks: about 0.6 s per GiB.
         """
         with self._maker(rank):
             with self._lock:
@@ -278,8 +268,7 @@ class SnapshotStore:
         return self._makers.setdefault(rank, threading.Lock())
 
     def adopt_own(self, pair: SlotPair, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
-        """Make slots with `step` in them their rank's own. At every moment either they or the mirror they replace is
-        held.
+        """Make slots with `step` in them their rank's own; at every moment they or the mirror they replace are held.
 
         Raises: StaleGeneration; TransportError if they do not hold it. Nothing has changed then.
         """
@@ -336,12 +325,11 @@ class SnapshotStore:
         generation: Generation,
         header_bytes: int,
         payload_bytes: int,
-        going_on: Callable[[], None] = goes_on,
+        going_on: GoingOn = goes_on,
     ) -> SlotPair:
         """Get mirror slots of at least this size, the one of `step` emptied; the caller is `writing`.
 
-        Args: going_on: called again and again while slots are made; what it raises ends that.
-        Raises: StaleGeneration, MemoryShortage; TransportError for a rank of this node.
+        Raises: StaleGeneration, MemoryShortage, what `going_on` raises; TransportError for a rank of this node.
         Blocks: for the first touch when slots are made.
         """
         unused: SlotPair | None = None

@@ -95,7 +95,7 @@ def _entry(area: memoryview, number: int) -> memoryview:
 
 
 def _read_one(entry: memoryview) -> GroupCalls | None:
-    """Return None if every look met the writer at work: it gets on."""
+    """Return None if every look met the writer at work."""
     for _ in range(_TRIES):
         copy = bytes(entry)
         count, digest, check = _NOW.unpack_from(copy, _NOW_AT)

@@ -43,11 +43,11 @@ def why_unreadable(error: msgspec.MsgspecError, body: bytes | bytearray, kinds: 
 
 
 class ConnectionClosed(TransportError):
-    """The stream has ended: the peer closed it, died, or the link broke."""
+    """The peer closed the stream, or died, or the link broke."""
 
 
 def check_size(body_bytes: int, limit_bytes: int) -> None:
-    """Raises: TransportError if no receiver accepts a frame of so many bytes."""
+    """Raises: TransportError if no receiver accepts so many bytes."""
     if body_bytes > limit_bytes:
         raise TransportError(f"a message of {body_bytes} bytes exceeds the limit of {limit_bytes} bytes per frame")
 
@@ -131,14 +131,12 @@ async def take(sock: socket.socket, kinds: type[T] | Any) -> T:
 
 
 class FrameProtocol(asyncio.Protocol):
-    """One framed connection on an event loop.
+    """One framed connection on an event loop. `aborted`: it was ended here.
 
     Args:
         on_frame: called with each body; raising CorruptFrame ends the connection with that reason.
         on_lost: called exactly once when the connection has ended, with the reason for people.
         on_made: called when `send` begins to work, before the first frame.
-
-    `aborted`: it was ended here.
     """
 
     def __init__(
@@ -147,14 +145,11 @@ class FrameProtocol(asyncio.Protocol):
         on_lost: Callable[[str], None],
         on_made: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_frame = on_frame
-        self._on_lost = on_lost
-        self._on_made = on_made
+        self._on_frame, self._on_lost, self._on_made = on_frame, on_lost, on_made
         self._buffer = FrameBuffer(CONTROL_FRAME_BYTES_MAX)
         self._transport: asyncio.Transport | None = None
         self._reason = ""
-        self._leaving = False
-        self.aborted = False
+        self._leaving = self.aborted = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -175,10 +170,7 @@ class FrameProtocol(asyncio.Protocol):
         self._on_lost(self._reason or (str(exc) if exc else "the peer closed the connection"))
 
     def send(self, body: bytes) -> bool:
-        """Queues one frame; False if the connection is over. A peer that lets the backlog overflow is cut off.
-
-        Blocks: never.
-        """
+        """Queues one frame; False if the connection is over, as when the backlog overflows. Blocks: never."""
         if self._transport is None or self._transport.is_closing() or self._leaving:
             return False
         if self._transport.get_write_buffer_size() > CONTROL_BACKLOG_BYTES_MAX:

@@ -45,7 +45,7 @@ def pidfd_open(pid: int) -> int:
 
 
 def await_end(pidfd: int, within_s: float | None = None) -> bool:
-    """Return whether the process has ended. Blocks: until it has, at most `within_s`; None: however long that takes."""
+    """Return whether the process has ended. Blocks: until it has, at most `within_s`."""
     end = select.poll()  # `select` takes no descriptor above 1023, of which a trainer may have many
     end.register(pidfd, select.POLLIN)
     return bool(end.poll(None if within_s is None else max(0.0, within_s) * 1000))
@@ -66,11 +66,9 @@ def prctl(option: int, value: int) -> None:
 def die_with_parent(death_signal: int = signal.SIGKILL, parent: int | None = None) -> None:
     """Let the kernel send this process `death_signal` when its parent ends; at once if it has ended already.
 
-    "Its parent" is the thread that forked it, hence to be a main one.
+    "Its parent" is the thread that forked it, hence to be a main one. Raises: OSError
 
-    Args:
-        parent: the expected parent; None takes the present one (one that died before the call is not noticed then).
-    Raises: OSError
+    Args: parent: the expected one; None: the present one, also where the true one has died before.
     """
     expected = os.getppid() if parent is None else parent
     prctl(PR_SET_PDEATHSIG, int(death_signal))

@@ -38,8 +38,7 @@ YOUNG_S = 1.0
 """If our link is younger than this, the peer is reporting the previous one; keep ours."""
 _ASKS = 2  # of a silent node, within its patience
 DIALS_MAX = 16
-"""Links a node begins at a time. With hundreds of nodes on hosts that are busy starting, handshakes begun all at once
-wait for each other until their time is up; nodes that all begin with the same peer do so, too."""
+"""Links a node begins at a time: among hundreds of nodes on busy hosts, handshakes begun all at once time out."""
 OnLost = Callable[[NodeId, str], None]
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _log = logging.getLogger(__name__)
@@ -59,7 +58,6 @@ class ControlMesh:
     Args:
         credentials: shared; its `job` is known before `connect` or `visit` is called.
         bind_host, port_range: as for `listen_tcp` (for "" tell the others another address).
-        on_message: called with each message received and its node.
         on_lost: called once when the link to a node has ended for good, with the reason, unless the node said Goodbye,
             or was dropped by us, or the mesh is closed. Where a process was killed that is known within milliseconds.
         silent_after_s: a peer whose kernel acknowledges nothing for so long is lost.
@@ -88,9 +86,9 @@ class ControlMesh:
         self._on_still_silent, self._on_refused, self._silent_after_s = on_still_silent, on_refused, silent_after_s
         self._channels: dict[NodeId, ReliableChannel] = {}
         self._addresses: dict[NodeId, Address] = {}
-        """Of all who may be linked; empty: of anyone with the secret, before `connect` has said who."""
+        """Of all who may be linked; while it is empty anyone with the secret may be."""
         self._gone: set[NodeId] = set()
-        """There is no link with them any more, for good, or none to come: lost, dropped, or they have said Goodbye."""
+        """Lost, or dropped, or they have said Goodbye: there is no link with them to come."""
         self._attempts: dict[NodeId, asyncio.Task[None]] = {}
         """To make a link again, or (of those in `_gone`) to hear of a silent node."""
         self._tasks, self._dials = Tasks(), asyncio.Semaphore(DIALS_MAX)
@@ -200,10 +198,8 @@ class ControlMesh:
 
     def _received(self, peer: NodeId, link: FrameProtocol, frame: bytes) -> None:
         channel = self._channels.get(peer)
-        if channel is None or channel.connection is not link:
-            return  # it comes again
-        if (body := channel.receive(frame)) is None:
-            return
+        if channel is None or channel.connection is not link or (body := channel.receive(frame)) is None:
+            return  # it comes again, or has come before
         try:
             message = _decoder.decode(body)
         except msgspec.MsgspecError as error:
@@ -237,10 +233,7 @@ class ControlMesh:
             self._attempts[peer] = self._tasks.start(self._ask_still(peer, reason))
 
     async def _dial(self, node: NodeId) -> None:
-        """Makes a link to `node`, or asks it to, if it is larger.
-
-        Raises: NotWanted, PeerRefused, ConnectionClosed, OSError.
-        """
+        """Makes a link to `node`, or asks it to, if it is larger. Raises: PeerRefused, ConnectionClosed, OSError."""
         address = self._addresses[node]
         async with self._dials if node < self._node else contextlib.nullcontext():  # only asking costs little
             sock, found = await dialled(address, self._credentials, PURPOSE, self._node, self._silent_after_s)
@@ -275,7 +268,13 @@ class ControlMesh:
             while channel.connection is None and self._is_wanted(peer) and loop_time() < deadline:
                 try:
                     async with asyncio.timeout(deadline - loop_time()):
-                        await self._try(peer, channel)
+                        # That nobody listens there is known before it is this link's turn.
+                        (await connected(self._addresses[peer])).close()
+                        if peer < self._node:
+                            await self._dial(peer)
+                        elif not await channel.is_up_within(_UNASKED_S):
+                            await self._dial(peer)
+                            await channel.is_up_within(YOUNG_S)
                 except ConnectionRefusedError:
                     raise
                 except (ConnectionClosed, OSError) as error:  # who is being ended may still listen
@@ -294,15 +293,6 @@ class ControlMesh:
             _log.warning("the link to node %d had ended (%s) and was made again", peer, reason)
         elif self._is_wanted(peer):
             self._lose(peer, f"{reason}; no new link: {why}", silent)
-
-    async def _try(self, peer: NodeId, channel: ReliableChannel) -> None:
-        """Raises: ConnectionRefusedError if nobody listens there; TransportError if it is in vain."""
-        (await connected(self._addresses[peer])).close()  # that nobody listens is known before it is this link's turn
-        if peer < self._node:
-            await self._dial(peer)
-        elif not await channel.is_up_within(_UNASKED_S):
-            await self._dial(peer)
-            await channel.is_up_within(YOUNG_S)
 
     async def _ask_still(self, peer: NodeId, reason: str) -> None:
         """Says whenever `peer`, which was lost for its silence, gives no connection. One that refuses answers, too."""
@@ -328,8 +318,7 @@ class ControlMesh:
     # ---- all links at the start
 
     async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
-        """Waits until every node of `table` (but this one) is linked, or has left, or is lost, which was told. All of
-        them listened when they met.
+        """Waits until every node of `table` (but this one) is linked, or has left, or is lost, which was told.
 
         Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused.
         """
@@ -373,8 +362,7 @@ class ControlMesh:
 
     async def _lose_if_gone(self, node: NodeId, total: int) -> None:
         """Counts a node that dies or stands still while the hosts link up as lost, like any later."""
-        # Nobody is counted as lost as long as fewer than half of them are linked: the network is at fault then, which
-        # is told at the deadline.
+        # As long as fewer than half of them are linked the network is at fault, which is told at the deadline.
         unlinked_s = failing_s = 0.0
         await asyncio.sleep(YOUNG_S * (1 + (node + self._node) % 8 / 8))  # not all nodes at a time
         while node not in self._gone:
@@ -427,8 +415,7 @@ class ControlMesh:
             self._channels[node].send(msgspec.msgpack.encode(message))
 
     def drop(self, node: NodeId) -> None:
-        """Ends the link to `node`, what is queued for it going first within a short deadline, and accepts none from it
-        any more: it is lost to the world."""
+        """Ends the link to `node`, which is lost to the world, for good; what is queued goes first, for a moment."""
         self._gone.add(node)
         if (attempt := self._attempts.pop(node, None)) is not None:
             attempt.cancel()

@@ -126,7 +126,7 @@ class _Host:
                 sock.close()
 
     async def _table(self, timeout_s: float, refused: Mapping[str, str]) -> list[Hello]:
-        saying = asyncio.create_task(self._say_who_is_missing())
+        saying = asyncio.get_running_loop().call_later(SAY_AFTER_S, self._say_who_is_missing)
         try:
             async with asyncio.timeout(timeout_s):
                 while len(self._hellos) < self._nodes_total and not self._superseded:
@@ -169,9 +169,8 @@ class _Host:
     def _missing(self) -> str:
         return listed(node for node in range(self._nodes_total) if node not in self._hellos)
 
-    async def _say_who_is_missing(self) -> None:
-        """Warn once: a firewall, or an address that several hosts have, shows in nothing else for minutes."""
-        await asyncio.sleep(SAY_AFTER_S)
+    def _say_who_is_missing(self) -> None:
+        """Warn: a firewall, or an address that several hosts have, shows in nothing else for minutes."""
         _log.warning("still waiting at %s for node %s", self._where, self._missing())
 
     async def _greet(self, sock: socket.socket, peer: NodeId) -> None:
