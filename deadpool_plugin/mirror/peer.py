@@ -98,30 +98,25 @@ class BulkPeer:
         return done
 
     def _send(self, work: Callable[[BulkStream], None]) -> None:
+        """Does `work` over the connection, or over a new one if that fails: it may have been dead for long."""
         if self._closing:
             raise ConnectionClosed("closed")
-        reused = self._stream is not None
-        try:
-            self._try(work)
-        except DeadpoolError:
-            if not reused or self._stream is not None or self._closing:
-                raise
-            self._try(work)  # the connection may have been dead for long
-
-    def _try(self, work: Callable[[BulkStream], None]) -> None:
-        """Raises: DeadpoolError; a connection that broke is dropped."""
-        try:
-            if self._stream is None:
-                self._stream = self._connect()
-            work(self._stream)
-        except DeadpoolError as error:
-            # One of our own comes before anything was sent, or with a Refusal: the connection is as good as before.
-            if isinstance(error, TransportError) and not isinstance(error, wire.RefusedByPeer):
-                self._drop_stream()
-            raise
-        except Exception as error:  # the next job is another one
+        failure: DeadpoolError
+        while True:
+            reused = self._stream is not None
+            try:
+                self._stream = self._stream or self._connect()
+                return work(self._stream)
+            except DeadpoolError as error:
+                # One of our own comes before anything was sent, or with a Refusal: the connection is as good as before.
+                if isinstance(error, wire.RefusedByPeer) or not isinstance(error, TransportError):
+                    raise
+                failure = error
+            except Exception as error:  # the next job is another one
+                failure = TransferFailed(f"a transfer to {self.address} failed here: {error!r}")
             self._drop_stream()
-            raise TransferFailed(f"a transfer to {self.address} failed here: {error!r}") from error
+            if not reused or self._closing:
+                raise failure
 
     def _send_snapshot(self, stream: BulkStream, push: SnapshotPush) -> None:
         rank, step = push.rank, push.step
@@ -209,37 +204,26 @@ class BulkPeer:
         with self._asking(wire.GetHistory(rank, first, last)) as stream:
             return stream.recv_records()
 
-    def fetch_header(self, rank: Rank, step: Step) -> tuple[SnapshotHeader, bytes]:
-        """Get the header of (rank, step), also as bytes for `seal_encoded`. Raises: TransportError. Blocks."""
-        with self._asking(wire.GetHeader(rank, step)) as stream:
-            encoded = stream.expect(wire.Blob).content
-        return decode_header(encoded, rank, step), encoded
-
-    def fetch_payload(self, rank: Rank, header: SnapshotHeader, into: memoryview, generation: Generation) -> None:
-        """Fills `into` with the payload of `rank` at `header.step`, which must be laid out as `header` says.
-
-        Raises: TransportError, StaleGeneration once `generation` is over; `into` is then worth nothing.
-        Blocks: as long as the peer goes on sending.
-        """
-        if len(into) != header.payload_bytes:
-            raise TransportError(f"slots of {len(into)} bytes for a payload of {header.payload_bytes} bytes")
-        with self._asking(wire.GetPayload(rank, header.step, header.layout_hash, header.payload_bytes)) as stream:
-            stream.expect(wire.Ready)
-            stream.recv_payload(into, lambda: self._store.check_generation(generation))
-
     def fetch(
         self, rank: Rank, step: Step, payload_rank: Rank, into: SlotPair, payload_peer: BulkPeer, generation: Generation
     ) -> SnapshotHeader:
         """Makes `into` hold snapshot (rank, step): header from here, payload of `payload_rank` from `payload_peer`.
 
         Args: generation: whose plan asks for it; once that is over nothing is written any more.
-        Raises: TransportError, StaleGeneration; the slot is then invalid, or as it was. Blocks: as long as the peers go
-        on sending; call it in a thread.
+        Raises: TransportError, StaleGeneration; the slot is then invalid, or as it was.
+        Blocks: as long as the peers go on sending.
         """
-        header, encoded = self.fetch_header(rank, step)
+        with self._asking(wire.GetHeader(rank, step)) as stream:
+            encoded = stream.expect(wire.Blob).content
+        header, view = decode_header(encoded, rank, step), into.payload(step)
+        if len(view) != header.payload_bytes:
+            raise TransportError(f"slots of {len(view)} bytes for a payload of {header.payload_bytes} bytes")
         self._store.check_generation(generation)
         into.invalidate(step)
-        payload_peer.fetch_payload(payload_rank, header, into.payload(step), generation)
+        request = wire.GetPayload(payload_rank, step, header.layout_hash, header.payload_bytes)
+        with payload_peer._asking(request) as stream:
+            stream.expect(wire.Ready)
+            stream.recv_payload(view, lambda: self._store.check_generation(generation))
         self._store.check_generation(generation)
         into.seal_encoded(step, encoded)
         return header

@@ -20,7 +20,7 @@ from deadpool_plugin.core import local, messages
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from deadpool_plugin.mirror import peer as peer_module, wire
-from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader
+from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader, decode_header
 from deadpool_plugin.mirror.peer import BulkPeer, SnapshotPush
 from deadpool_plugin.mirror.server import BulkServer
 from deadpool_plugin.mirror.store import SnapshotStore
@@ -386,8 +386,7 @@ def test_fetch_takes_header_and_payload_from_different_ranks_and_nodes(nodes: li
     d = Node()
     d.stage(1, 3, payload_rank=0)
     from_b, from_d = c.peer(b), c.peer(d)
-    header, _ = from_b.fetch_header(0, 3)
-    into = c.store.create_own(0, HEADER, header.payload_bytes)
+    into = c.store.create_own(0, HEADER, PAYLOAD)
     assert from_b.fetch(0, 3, 1, into, from_d, generation=0) == source.open(3) == into.open(3)
     assert into.payload(3) == content(0, 3)
     with pytest.raises(RefusedByPeer, match="the payload of rank 0, step 3 is not held here"):
@@ -404,21 +403,27 @@ def test_a_fetch_whose_generation_is_over_writes_nothing(nodes: list[Node], monk
     a.stage(0, 3)
     assert push(a.peer(b), 0, 3)[0]
     from_b = c.peer(b)
-    header, encoded = from_b.fetch_header(0, 3)
-    into = c.store.create_own(0, HEADER, header.payload_bytes)
+    into = c.store.create_own(0, HEADER, PAYLOAD)
     into.payload(3)[:] = content(0, 5)
-    into.seal_encoded(3, encoded)
+    into.seal(3, 0, "layout", b"")
 
-    def fenced_meanwhile(rank: int, step: int) -> tuple[SnapshotHeader, bytes]:
+    def fenced_meanwhile(encoded: bytes, rank: int, step: int) -> SnapshotHeader:
         c.store.fence(1)
-        return header, encoded
+        return decode_header(encoded, rank, step)
 
-    monkeypatch.setattr(from_b, "fetch_header", fenced_meanwhile)
-    with pytest.raises(StaleGeneration):
-        fetch(from_b, 3, into)
+    with monkeypatch.context() as patched:
+        patched.setattr(peer_module, "decode_header", fenced_meanwhile)
+        with pytest.raises(StaleGeneration):
+            fetch(from_b, 3, into)
     assert into.payload(3) == content(0, 5) and into.open(3) is not None
+
+    def fenced_later(self: SlotPair, step: int) -> None:
+        c.store.fence(2)
+
+    monkeypatch.setattr(SlotPair, "invalidate", fenced_later)
     with pytest.raises(StaleGeneration):
-        from_b.fetch_payload(0, header, into.payload(3), generation=0)
+        from_b.fetch(0, 3, 0, into, from_b, generation=1)
+    assert into.payload(3) == content(0, 5)
 
 
 def test_a_job_that_is_nice_already_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,7 +544,7 @@ def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
     ok, reason = push(a.peer_at(("127.0.0.1", free_port())), 0, 3)
     assert not ok and "no bulk connection" in reason
     with pytest.raises(TransportError, match="no bulk connection"):
-        a.peers[-1].fetch_header(0, 3)
+        a.peers[-1].get_recording(0)
     peer = a.peer(b)
     peer.close()
     assert push(peer, 0, 3) == (False, f"the connection to {b.server.address} is closed")
