@@ -191,7 +191,7 @@ class SlotPair:
         self.seal_encoded(step, msgspec.msgpack.encode(header))
 
     def seal_encoded(self, step: int, encoded: bytes) -> None:
-        """Seal a slot with a header taken from another slot."""
+        """Seal a slot with a header taken from another slot. Raises: ConfigError."""
         slot, need = self._slot(step), _PREFIX.size + len(encoded)
         if need > self.header_bytes:
             raise ConfigError(

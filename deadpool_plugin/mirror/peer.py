@@ -34,8 +34,7 @@ class TransferFailed(DeadpoolError):
 
 
 class SnapshotPush(msgspec.Struct, frozen=True):
-    """An own snapshot to be mirrored, its payload only if asked. `records`: those of `step`; records of earlier steps
-    that the peer lacks go along."""
+    """An own snapshot to be mirrored. `records`: those of `step`; earlier ones that the peer lacks go along."""
 
     rank: Rank
     step: Step
@@ -49,9 +48,7 @@ class SnapshotPush(msgspec.Struct, frozen=True):
 class BulkPeer:
     """One other node's bulk server, as seen from `store`'s node.
 
-    Args:
-        store: where pushed snapshots and their histories are read.
-        silent_after_s: patience with the peer within an exchange.
+    Args: silent_after_s: patience with the peer within an exchange.
     """
 
     def __init__(

@@ -45,8 +45,7 @@ class CallHistory:
         return len(self._records) - self._dropped
 
     def append(self, step: Step, *records: bytes) -> None:
-        """Sets the records of steps that end at `step`, the newest from now on. A gap before them empties the history
-        first."""
+        """Sets the records of steps that end at `step`, the newest from now on; a gap forgets all before it."""
         with self._lock:
             begin = step - len(records) + 1
             self.truncate(begin - 1)

@@ -33,7 +33,7 @@ RECORDS_BYTES_MAX = MESSAGE_BYTES_MAX // 2
 PURPOSE = "bulk"
 _PREFIX = struct.Struct("!4sIQ")  # magic, length of the message, its xxh3
 _MAGIC = b"DPms"
-_PIECE_BYTES = 16 * FRAME_BYTES
+_PIECE_BYTES = 16 * FRAME_BYTES  # what one system call sends or receives
 SLOWEST_BYTES_PER_S = 1 << 16
 """A peer that sends or accepts less than this, for longer than its patience, holds a thread for nothing."""
 _SUSPECT = "they are not used; if it happens again, suspect the network card or memory of either host"
@@ -315,5 +315,4 @@ def how_many_fit(records: Sequence[bytes]) -> int:
 
 
 def _pieces(view: memoryview) -> Iterator[memoryview]:
-    """Split into parts that one system call each sends or receives."""
     return (view[start : start + _PIECE_BYTES] for start in range(0, len(view), _PIECE_BYTES))

@@ -206,12 +206,11 @@ class Listener:
         self._end_oldest()
 
     def _end_oldest(self) -> None:
-        """Shut the oldest unproven connection down; its reader meets the end, and closes it."""
         oldest = next(iter(self._unproven), None)
         if oldest is not None:
             del self._unproven[oldest]
             with contextlib.suppress(OSError):  # it has ended already
-                oldest.shutdown(socket.SHUT_RDWR)
+                oldest.shutdown(socket.SHUT_RDWR)  # its reader meets the end, and closes it
 
     def close(self) -> None:
         self._sock.close()

@@ -67,19 +67,13 @@ AnyAnswer = _Table | _Failed
 
 
 async def meet(
-    nodes_total: int,
-    master_addr: str,
-    master_port: int,
-    hello: Hello,
-    credentials: Credentials,
-    timeout_s: float,
+    nodes_total: int, master: Address, hello: Hello, credentials: Credentials, timeout_s: float
 ) -> list[Hello]:
-    """Exchange hellos. Returns: every node's, in the order of node ids.
+    """Exchange hellos at `master`. Returns: every node's, in the order of node ids.
 
     Raises: TransportError naming the nodes that did not come in time; PeerRefused if node 0 has another secret
     (node 0 itself goes on waiting, and names those it refused at its deadline).
     """
-    master = (master_addr, master_port)
     if hello.node == 0:
         return await _Host(nodes_total, master, hello, credentials).wait(timeout_s)
     try:
@@ -87,7 +81,7 @@ async def meet(
             return await _join(master, hello, credentials)
     except TimeoutError as error:
         raise TransportError(
-            f"node {hello.node} was not given the address table by node 0 at {master_addr}:{master_port} in "
+            f"node {hello.node} was not given the address table by node 0 at {master[0]}:{master[1]} in "
             f"{timeout_s:g} s",
             remedy="check that node 0 runs and that MASTER_ADDR:MASTER_PORT can be reached from this host",
         ) from error
@@ -174,8 +168,6 @@ class _Host:
         _log.warning("still waiting at %s for node %s", self._where, self._missing())
 
     async def _greet(self, sock: socket.socket, peer: NodeId) -> None:
-        """Take in the host that has come. Raises: PeerRefused, TransportError, OSError, EOFError."""
-
         def refusal(reason: str, remedy: str = "") -> PeerRefused:
             return PeerRefused(reason, remedy=remedy, address=address)
 

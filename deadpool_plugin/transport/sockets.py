@@ -97,8 +97,7 @@ async def connected(address: Address) -> socket.socket:
 
 
 def tune(sock: socket.socket, silent_after_s: float) -> None:
-    """No delay; a connection whose other end stops acknowledging fails after `silent_after_s`, an idle one after three
-    probes at least: one is lost now and then."""
+    """Set no delay, and after what silence a connection fails: an idle one after three probes, as one may be lost."""
     idle_s, every_s = max(1, int(silent_after_s / 2)), max(1, int(silent_after_s / 4))
     timeout_s = max(silent_after_s, idle_s + 2.5 * every_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -64,7 +64,7 @@ def connect_unix(name: str) -> socket.socket:
 
 
 def _check_same_user(sock: socket.socket, where: str) -> int:
-    """Return the process id of the other end, which must run as this process's user."""
+    """Return the other end's process id. Raises: OSError; PeerRefused if it is another user's."""
     pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if uid != os.geteuid():
         raise PeerRefused(f"refused process {pid} at {where}: it runs as user {uid}, expected user {os.geteuid()}")
@@ -196,8 +196,7 @@ class LocalPeer:
         self._loop.add_reader(sock, self._read)
 
     def send(self, message: LocalMessage, fds: Sequence[int] = ()) -> None:
-        """Queues `message` and duplicates of `fds`. Dropped if the connection has ended: on_closed tells, once all that
-        the other end had said is handled. Blocks: never."""
+        """Queues `message` and duplicates of `fds`; drops them if the connection has ended. Blocks: never."""
         if self.closed:
             return
         frame, copies = _packed(message), list[int]()
@@ -264,8 +263,7 @@ class LocalPeer:
         self._drained.set()
 
     def read_rest(self) -> None:
-        """Handle what has arrived by now, the end of the connection included; not while one of this peer's messages is
-        being handled. Blocks: never."""
+        """Handle what has arrived by now, the end included. Not within `on_message` of this peer. Blocks: never."""
         while not self.closed and self._read():
             pass
 

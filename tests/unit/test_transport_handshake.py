@@ -196,7 +196,7 @@ def test_the_oldest_connections_without_a_proof_go_first(few: int, where: str) -
             address = await listener.listen()
         else:
             address = ("127.0.0.1", free_port())
-            meeting = asyncio.create_task(meet(2, address[0], address[1], hello(0), OURS, 60))
+            meeting = asyncio.create_task(meet(2, address, hello(0), OURS, 60))
             await asyncio.sleep(0)
         strangers = [await connected(address) for _ in range(5 * few)]
         await asyncio.wait_for(asyncio.gather(*map(ended, strangers[:-few])), 30)
@@ -207,7 +207,7 @@ def test_the_oldest_connections_without_a_proof_go_first(few: int, where: str) -
                 assert await shake_hands(sock, OURS, "control", 1, dialling=True) == 0
             sock.close()
         else:
-            assert await asyncio.wait_for(meet(2, address[0], address[1], hello(1), OURS, 30), 30) == await meeting
+            assert await asyncio.wait_for(meet(2, address, hello(1), OURS, 30), 30) == await meeting
         for stranger in strangers:
             stranger.close()
         await listener.close()

@@ -48,7 +48,8 @@ async def gather(
     port: int, total: int, *joins: tuple[int, bytes, float], hellos: dict[int, Hello] | None = None
 ) -> list[Any]:
     meets = [
-        meet(total, "127.0.0.1", port, hello(node), Credentials(secret), timeout_s) for node, secret, timeout_s in joins
+        meet(total, ("127.0.0.1", port), hello(node), Credentials(secret), timeout_s)
+        for node, secret, timeout_s in joins
     ]
     return await asyncio.wait_for(asyncio.gather(*meets, return_exceptions=True), 30)
 
@@ -97,9 +98,9 @@ def test_two_hosts_with_one_node_id_are_told() -> None:
     async def scenario() -> list[Any]:
         port = free_port()
         meets = [
-            meet(3, "127.0.0.1", port, hello(0), Credentials(b"s"), 2),
-            meet(3, "127.0.0.1", port, hello(1, "a"), Credentials(b"s"), 2),
-            meet(3, "127.0.0.1", port, hello(1, "b"), Credentials(b"s"), 2),
+            meet(3, ("127.0.0.1", port), hello(0), Credentials(b"s"), 2),
+            meet(3, ("127.0.0.1", port), hello(1, "a"), Credentials(b"s"), 2),
+            meet(3, ("127.0.0.1", port), hello(1, "b"), Credentials(b"s"), 2),
         ]
         return await asyncio.gather(*meets, return_exceptions=True)
 
@@ -168,7 +169,7 @@ def test_hosts_that_know_the_first_one_by_a_name_of_either_family_meet() -> None
     async def scenario() -> list[Any]:
         port = free_port()
         dialled = enumerate(["first", "127.0.0.1", "::1"])
-        meets = [meet(3, host, port, hello(node), Credentials(b"s"), 10) for node, host in dialled]
+        meets = [meet(3, (host, port), hello(node), Credentials(b"s"), 10) for node, host in dialled]
         return await asyncio.wait_for(asyncio.gather(*meets), 30)
 
     assert asyncio.run(scenario()) == [[hello(0), hello(1), hello(2)]] * 3
@@ -216,10 +217,10 @@ def test_processes_of_an_earlier_launch_are_told_to_end(caplog: pytest.LogCaptur
 
     async def scenario() -> tuple[object, object, object]:
         port, secret = free_port(), Credentials(b"s")
-        first = asyncio.create_task(meet(2, "127.0.0.1", port, of_launch(1, "1"), secret, 60))
-        host = asyncio.create_task(meet(2, "127.0.0.1", port, of_launch(0, "2"), secret, 60))
+        first = asyncio.create_task(meet(2, ("127.0.0.1", port), of_launch(1, "1"), secret, 60))
+        host = asyncio.create_task(meet(2, ("127.0.0.1", port), of_launch(0, "2"), secret, 60))
         ended = await asyncio.gather(first, return_exceptions=True)
-        second = await meet(2, "127.0.0.1", port, of_launch(1, "2"), secret, 60)
+        second = await meet(2, ("127.0.0.1", port), of_launch(1, "2"), secret, 60)
         return ended[0], second, await host
 
     ended, second, host = asyncio.run(asyncio.wait_for(scenario(), 60))
@@ -233,10 +234,10 @@ def test_an_earlier_launch_gives_its_port_to_a_later_one() -> None:
 
     async def scenario() -> tuple[list[Any], list[Any]]:
         port, secret = free_port(), Credentials(b"s")
-        older = [asyncio.create_task(meet(3, "127.0.0.1", port, of_launch(node, "1"), secret, 60)) for node in (0, 1)]
+        older = [asyncio.create_task(meet(3, ("127.0.0.1", port), of_launch(node, "1"), secret, 60)) for node in (0, 1)]
         while not listens(port):
             await asyncio.sleep(0)
-        later = [asyncio.create_task(meet(2, "127.0.0.1", port, of_launch(node, "2"), secret, 60)) for node in (0, 1)]
+        later = [asyncio.create_task(meet(2, ("127.0.0.1", port), of_launch(node, "2"), secret, 60)) for node in (0, 1)]
         return await asyncio.gather(*older, return_exceptions=True), await asyncio.gather(*later)
 
     older, later = asyncio.run(asyncio.wait_for(scenario(), 60))
