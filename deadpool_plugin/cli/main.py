@@ -147,9 +147,12 @@ def _place(args: argparse.Namespace, remedy: str) -> Iterator[Wish]:
         folder, last = wish.job or load(wish.path).output_dir, None
         with contextlib.suppress(OSError):
             last = outcome.last_job(folder)
-        if last is None or not last[0].ended() or (last[0].at_work() and last[1] < outcome.SILENT_S):
+        if last is None:
             raise
-        ended = f"{outcome.span(last[1])} ago: {last[0].outcome(by_logs=True)}"
+        fate, silent_s = last
+        if not fate.ended() or (fate.at_work() and silent_s < outcome.SILENT_S):
+            raise
+        ended = f"{outcome.span(silent_s)} ago: {fate.outcome(by_logs=True)}"
         found = f"no running job is found in {folder}; the last one there ended {ended}"
         raise ConfigError(found, "a job that runs", remedy) from error
 

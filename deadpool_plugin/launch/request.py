@@ -30,7 +30,6 @@ LAUNCHERS = {
     **dict.fromkeys(("openmpi", "mpich", "impi", "mvapich"), _USE_PDSH),
 }
 """deepspeed's launchers that a lost host would end -> what to do instead."""
-_TUNING = "tune with `deepspeed`, train with `deadpool launch`"
 _HOSTFILE = re.compile(r"-H|--hostf(i|il|ile)?(=|$)")
 
 
@@ -60,12 +59,13 @@ def read(words: Sequence[str]) -> Request:
 
     rest, config = take_flag(words)
     args = runner.parse_args(rest)  # which would take our flag for its own, if it stood before the script
-    launcher, no_python = f"--launcher is {args.launcher}", "--no_python starts a program that is not Python"
     instead = LAUNCHERS.get(args.launcher.lower(), "")
+    python = "a Python script or module, which our processes run"
+    tuning = "tune with `deepspeed`, train with `deadpool launch`"
     for wrong, found, expected, remedy in (
-        (instead, launcher, "a launcher that outlives a host", instead),
-        (args.no_python, no_python, "a Python script or module, which our processes run", "leave it out"),
-        (args.autotuning, "--autotuning starts many jobs", "one job", _TUNING),
+        (instead, f"--launcher is {args.launcher}", "a launcher that outlives a host", instead),
+        (args.no_python, "--no_python starts a program that is not Python", python, "leave it out"),
+        (args.autotuning, "--autotuning starts many jobs", "one job", tuning),
     ):
         if wrong:
             raise Unsupported(found, expected, remedy)

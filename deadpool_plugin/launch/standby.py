@@ -208,25 +208,22 @@ class Standby:
         sys.stdout.flush()
         sys.stderr.flush()
         self._order, self._child = order.order, os.fork()
-        if self._child == 0:
-            self._become(order, tell, me)
+        if self._child == 0:  # which never returns into the loop above
+            try:
+                die_with_parent(signal.SIGKILL, me)
+                signal.set_wakeup_fd(-1)
+                for number in (signal.SIGCHLD, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_DFL)
+                for fd in (*self._signals, *self._prewarm.pipes, self._connection.fileno()):
+                    os.close(fd)
+                self._run(order, tell)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
         if tell >= 0:
             os.close(tell)
         self._prewarm.resume()
-
-    def _become(self, order: local.RunRank, tell: int, parent: int) -> NoReturn:
-        try:
-            die_with_parent(signal.SIGKILL, parent)
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            for fd in (*self._signals, *self._prewarm.pipes, self._connection.fileno()):
-                os.close(fd)
-            self._run(order, tell)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
 
 
 def cuda_is_lost() -> bool:
