@@ -86,7 +86,17 @@ class NcclFabric(Fabric):
         self._over = False
 
     def build(self, handle: Handle, store: Store) -> Backend:
-        backend = dist.ProcessGroupNCCL(store, handle.rank(), handle.size(), _options(handle))
+        options: Any = dist.ProcessGroupNCCL.Options()
+        if handle.options is not None:
+            options.is_high_priority_stream = handle.options.is_high_priority_stream
+        if hasattr(options, "config"):
+            if handle.options is not None:
+                options.config = handle.options.config
+            options.config.blocking = 1
+        options._timeout = handle.timeout
+        if hasattr(options, "global_ranks_in_group"):
+            options.global_ranks_in_group, options.group_name = list(handle.ranks), handle.key
+        backend = dist.ProcessGroupNCCL(store, handle.rank(), handle.size(), options)
         backend._set_sequence_number_for_group()
         self._backends.append(backend)
         return backend
@@ -280,17 +290,3 @@ def _library() -> Any:
             "install that on every host",
         )
     return library
-
-
-def _options(handle: Handle) -> Any:
-    options: Any = dist.ProcessGroupNCCL.Options()
-    if handle.options is not None:
-        options.is_high_priority_stream = handle.options.is_high_priority_stream
-        if hasattr(options, "config"):
-            options.config = handle.options.config
-    if hasattr(options, "config"):
-        options.config.blocking = 1
-    options._timeout = handle.timeout
-    if hasattr(options, "global_ranks_in_group"):
-        options.global_ranks_in_group, options.group_name = list(handle.ranks), handle.key
-    return options

@@ -51,9 +51,6 @@ class TensorRecord(msgspec.Struct, array_like=True):
     def of(tensor: torch.Tensor) -> TensorRecord:
         return TensorRecord(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        self.data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-
     def write(self, target: torch.Tensor) -> None:
         """Copy the recorded value into `target`; nothing if the value was not recorded."""
         if self.data:
@@ -85,6 +82,10 @@ class Recording(msgspec.Struct, array_like=True):
     groups: list[tuple[int, ...]] = []
     operations: list[OperationRecord] = []
     facts: list[tuple[str, Any]] = []
+
+
+def contents(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _listed(outputs: list[TensorRecord]) -> str:
@@ -131,10 +132,10 @@ class Recorder:
         def done() -> None:
             for tensor, form, is_needed in zip(outputs, forms, needed, strict=True):
                 if tensor.nbytes <= self._limit_bytes:
-                    form.keep(tensor)
+                    form.data = contents(tensor)
                 elif is_needed and tensor.nbytes <= self._indices_bytes:
                     self._indices_bytes -= tensor.nbytes
-                    form.keep(tensor)
+                    form.data = contents(tensor)
             record.source = work.source_rank()
             del self._pending[id(record)]
 

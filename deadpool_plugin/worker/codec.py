@@ -14,6 +14,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
+from ..comm.record import contents
 from ..errors import Unsupported
 
 TUPLE, TENSOR, LACKING = 1, 2, 3
@@ -83,9 +84,7 @@ def _prepare(value: Any) -> Any:
     if isinstance(value, list):
         return _prepare_items(value)
     if isinstance(value, torch.Tensor):
-        body = None
-        if is_recorded(value):
-            body = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        body = contents(value) if is_recorded(value) else None
         form = msgspec.msgpack.encode((*_form(value), device_of(value).type, body))
         return msgspec.msgpack.Ext(TENSOR, form)
     if isinstance(value, tuple):
