@@ -34,8 +34,8 @@ def is_rehearsal() -> bool:
 
     Becomes False when the process takes over.
     """
-    output = sys.modules.get("deadpool_plugin.worker.output")
-    return bool(output is not None and output.Mute.active)
+    mute = sys.modules.get("deadpool_plugin.worker.mute")
+    return bool(mute is not None and mute.Mute.active)
 
 
 def step(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:

@@ -30,7 +30,7 @@ from ..transport.unix import LocalConnection
 
 if TYPE_CHECKING:
     from ..worker.context import Context
-    from ..worker.output import Mute
+    from ..worker.mute import Mute
 
 END_OF_NAMES = b"\0"
 """Said, because the end of file may never come: what the script forked before (a DataLoader) holds the pipe too."""
@@ -80,7 +80,7 @@ def start_live(connection: LocalConnection, config: Config, order: local.RunRank
 
 
 def _rehearse(connection: LocalConnection, config: Config, local_rank: int) -> Context:
-    from ..worker.output import Mute
+    from ..worker.mute import Mute
 
     read_end, write_end = os.pipe()
     connection.send(local.RehearsalOutput(), [read_end])
@@ -169,7 +169,7 @@ def run_script(argv: list[str], context: Context, failed: Callable[[str], None])
         failed(f"the script called sys.exit({end.code!r})")
         return end.code if isinstance(end.code, int) else 1
     except DeadpoolError as error:
-        from ..worker.output import Mute
+        from ..worker.mute import Mute
 
         if Mute.active:  # into the rehearsal's own file
             say(str(error), to=sys.stderr)

@@ -30,7 +30,7 @@ from .file_view import FileView
 from .functions import MAKES_STEP, RUNS_MODEL, Call, CallKind
 from .iterators import IteratorTable, prove
 from .live import Live
-from .output import Mute
+from .mute import Mute
 from .staging import Layout
 
 _KEEP = "keep what a job has loaded when it began, a checkpoint above all, until the job has ended (save_total_limit)"

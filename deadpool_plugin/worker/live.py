@@ -27,7 +27,7 @@ from .context import Context
 from .functions import MAKES_STEP, Call, CallKind
 from .iterators import RewindIterator
 from .link import JobEnded, give_up
-from .output import flush
+from .mute import flush
 from .saving import Flight, SaveCall
 from .staging import Layout, Stager
 

@@ -33,7 +33,7 @@ from .copies import structure
 from .folders import Folders
 from .functions import Call, CallHandler, CallKind
 from .link import AgentLink
-from .output import Mute, reads_data
+from .mute import Mute, reads_data
 from .patching import around, replace, when_imported
 
 MARK = ".metadata"

@@ -103,7 +103,7 @@ class ScriptedAgent:
         import sys
 
         from deadpool_plugin.launch.worker import run_script, start_following, start_live
-        from deadpool_plugin.worker.output import Mute
+        from deadpool_plugin.worker.mute import Mute
 
         log = os.open(self.output / f"rank{rank}.{self.incarnations[rank]}.log", os.O_WRONLY | os.O_CREAT, 0o644)
         os.dup2(log, 1)

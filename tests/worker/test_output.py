@@ -1,4 +1,4 @@
-"""worker/output.py: what a rehearsal prints where nothing can be written, and that it is heard of all the same; files
+"""worker/mute.py: what a rehearsal prints where nothing can be written, and that it is heard of all the same; files
 of a follower before and after it takes over."""
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from support.stand_in import fake
 
 from deadpool_plugin.host.output import Pipe, Writer
 from deadpool_plugin.worker import saving
-from deadpool_plugin.worker.output import Mute
+from deadpool_plugin.worker.mute import Mute
 
 REHEARSES = """
 import os, sys
 from deadpool_plugin.launch.worker import run_script
-from deadpool_plugin.worker.output import Mute
+from deadpool_plugin.worker.mute import Mute
 heard = os.dup(1)
 mute = Mute(int(sys.argv[1]))
 code = run_script(sys.argv[2:], None, lambda reason: os.write(heard, reason.encode() + b"\\n"))

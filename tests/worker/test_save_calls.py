@@ -35,7 +35,7 @@ from deadpool_plugin.transport import linux
 from deadpool_plugin.worker import calls, codec, copies, dcp, patching, saving
 from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.link import AgentLink
-from deadpool_plugin.worker.output import Mute
+from deadpool_plugin.worker.mute import Mute
 
 
 class Link:
