@@ -31,11 +31,9 @@ INDICES = frozenset({torch.int64, torch.bool})
 """Values that a rehearsal needs as it needs pickled objects: recorded beyond the limit, up to INDICES_BYTES_MAX."""
 INDICES_BYTES_MAX = 64 << 20
 ALIKE = "both must run the same script, arguments and versions"
-OBJECTS = frozenset(
-    {
-        "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
-        "recv_object_list",
-    }
+OBJECTS = (
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list",
 )  # fmt: skip
 """torch's functions that send pickled objects, as bytes. Other bytes may be parameters: DeepSpeed broadcasts views."""
 

@@ -3,9 +3,9 @@
 TensorBoard's events go to a file of its own then, without those that the rank had written already. The W&B run is the
 rank's, resumed; DeepSpeed's CSV files are the rank's, continued.
 
-Rules of this file: a rank in training from the start is left alone. What the rank wrote is looked for where it writes,
-so on a file system that both hosts share; elsewhere the last step's events come twice and the run is a new one.
-Standard library only: the packages are the script's, used as they are when it imports them.
+Rules of this file: what the rank wrote is looked for where it writes, so on a file system that both hosts share;
+elsewhere the last step's events come twice and the run is a new one. Standard library only: the packages are the
+script's, used as they are when it imports them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RUN = re.compile(r"(?:offline-)?run-\d+_\d+-(.+)")
 
 
 class Trackers:
-    """The trackers of a rehearsing process, from before its script begins. Thread: main."""
+    """The trackers of a rehearsing process, from before its script begins; a rank in training is left alone."""
 
     def __init__(self) -> None:
         self._rehearsing = True
