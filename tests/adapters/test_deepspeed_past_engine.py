@@ -26,7 +26,7 @@ class Calls:
         self.busy = False
 
     def handler(self, call):
-        self.made.append(call._given)
+        self.made.append(call._inputs._given)
         return call()
 
 
