@@ -67,6 +67,8 @@ class BulkPeer:
         self._stream: BulkStream | None = None
         self._lock = threading.Lock()
         self._streams: set[BulkStream] = set()
+        self._dials: set[Callable[[], None]] = set()
+        """Gives up each attempt to connect."""
         self._closing = False
 
     # ---- pushes
@@ -145,14 +147,27 @@ class BulkPeer:
 
     def _connect(self) -> BulkStream:
         async def dial() -> BulkStream:
-            async with asyncio.timeout(self._silent_after_s):
-                sock, _ = await dialled(self.address, self._credentials, wire.PURPOSE, self._node)
+            task, loop = asyncio.current_task(), asyncio.get_running_loop()
+
+            def give_up() -> None:
+                loop.call_soon_threadsafe(task.cancel)  # type: ignore[union-attr]  # asyncio.run made it
+
+            with self._lock:
+                self._dials.add(give_up)
+                if self._closing:
+                    give_up()
+            try:
+                async with asyncio.timeout(self._silent_after_s):
+                    sock, _ = await dialled(self.address, self._credentials, wire.PURPOSE, self._node)
+            finally:
+                with self._lock:
+                    self._dials.discard(give_up)
             with closed_on_error(sock):
                 return BulkStream(sock, self._silent_after_s)
 
         try:
             stream = asyncio.run(dial())
-        except OSError as error:
+        except (OSError, asyncio.CancelledError) as error:
             raise ConnectionClosed(f"no bulk connection to {self.address}: {error!r}") from error
         with self._lock:
             self._streams.add(stream)
@@ -177,6 +192,8 @@ class BulkPeer:
                 self._closing = True
                 for stream in self._streams:
                     stream.cut()
+                for give_up in self._dials:  # the process ends no sooner than its threads
+                    give_up()
                 self._sender.submit(self._drop_stream)
                 self._sender.shutdown(wait=False)
 

@@ -550,6 +550,19 @@ def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
     assert push(peer, 0, 3) == (False, f"the connection to {b.server.address} is closed")
 
 
+def test_a_peer_that_is_closed_gives_up_a_host_that_does_not_answer() -> None:
+    patience_s = 50 * WAIT_S
+    with contextlib.closing(listen_tcp("127.0.0.1")) as silent:
+        peer = BulkPeer(bound_address(silent), SECRET.of(""), SnapshotStore(), silent_after_s=patience_s)
+        pushed = peer.push_recording(0, 0, b"recording")
+        silent.settimeout(WAIT_S)
+        connection, _ = silent.accept()
+        with connection:
+            peer.close()
+            with pytest.raises(ConnectionClosed):
+                pushed.result(WAIT_S)
+
+
 def test_a_peer_with_a_full_queue_is_closed_and_every_push_is_answered(nodes: list[Node]) -> None:
     """The sender waits in a handshake that nobody answers, and nothing more fits in its queue."""
     with listen_tcp("127.0.0.1") as silent:
