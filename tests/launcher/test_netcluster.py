@@ -1,6 +1,5 @@
 """Hosts made of namespaces: reachable by name over ssh, cut off in one direction or both, healed, killed, gone."""
 
-import functools
 import os
 import select
 import signal
@@ -16,6 +15,12 @@ from support.stand_in import fake
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, str(ROOT / "scripts" / "netcluster.py")]
+
+
+def heed():
+    """In a child: heed what ends it. A shell's background has SIGINT ignored, and `nohup` SIGHUP."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture
@@ -80,8 +85,6 @@ def test_ctrl_c_and_sigkill_take_the_hosts_away(tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         folder = tmp_path / number.name
         words = [*SCRIPT, "--folder", str(folder), "up", "--hosts", "1"]
-        # A shell's background has SIGINT ignored, and so would the processes that we start there.
-        heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
         assert "h1 are up" in present(process.stdout).readline()
         pid = netns.Network.attached(folder).hosts["h1"].pid
@@ -118,10 +121,8 @@ def test_a_killed_host_is_powered_on_again_and_ends_with_the_others(tmp_path):
 
 
 def test_a_closed_terminal_ends_a_command(network):
-    process = subprocess.Popen(
-        [*SCRIPT, "--folder", str(network.folder), "run", "h1", "--", "sh", "-c", "echo runs; exec sleep 600"],
-        stdout=subprocess.PIPE, text=True, preexec_fn=functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
-    )  # fmt: skip
+    words = [*SCRIPT, "--folder", str(network.folder), "run", "h1", "--", "sh", "-c", "echo runs; exec sleep 600"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     assert present(process.stdout).readline() == "runs\n"
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=30) == 254  # of a command that SIGINT has ended
