@@ -114,6 +114,8 @@ class JobView:
     _losses: dict[Rank, Loss] = field(default_factory=dict)
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES_MAX))
     """The seconds that each of the newest steps has taken."""
+    _joined_last: list[events.NodeJoined] = field(default_factory=list)
+    """Those that no other event has followed so far."""
     _protection_since: Generation = 0
     _waiting: Generation = -1
 
@@ -196,8 +198,15 @@ class JobView:
         """Fold `event` in; kinds that change nothing here are ignored."""
         begins = isinstance(event, events.WorldFormed) and self.world is not None
         again = event.node in self.fate.hosts and isinstance(event, (events.WorldFormed, events.NodeJoined))
-        if begins or again:
-            vars(self).update(vars(JobView()))  # it is another job
+        if begins or again:  # it is another job, of which hosts that the one before did not have may have spoken first
+            first = [joined for joined in self._joined_last if joined.node not in self.fate.members]
+            vars(self).update(vars(JobView()))
+            for joined in first:
+                self.apply(joined)
+        if isinstance(event, events.NodeJoined):
+            self._joined_last.append(event)
+        elif not isinstance(event, events.WorldFormed):
+            self._joined_last.clear()
         node = self.nodes[event.node]
         node.generation = max(node.generation, event.generation)
         self.generation = max(self.generation, event.generation)

@@ -45,7 +45,7 @@ class Fate:
         """The exit codes of the agents that have ended."""
         self.stops: list[events.JobStopped] = []
         self.finished, self.tellers = set[int](), set[int]()
-        self._members = set[int]()
+        self.members = set[int]()
         self.replaced, self.fenced = set[int](), set[int]()
         """The nodes that the job goes on without: by a plan, and by their own word."""
         self._losses: list[events.NodeLost] = []
@@ -62,11 +62,11 @@ class Fate:
             case events.NodeJoined():
                 self.hosts.setdefault(event.node, event.host)
             case events.WorldFormed():
-                self._members |= {*event.node_of, *event.spares}
+                self.members |= {*event.node_of, *event.spares}
             case events.NodeLost():
                 self._losses.append(event)
             case events.SwapPlanned():
-                self._members |= {*event.joined}
+                self.members |= {*event.joined}
                 self.replaced |= {*event.lost_nodes}
             case events.WaitingForHost():
                 self._waits.append(event)
@@ -154,7 +154,7 @@ class Fate:
     def _abandoned(self, hosts: Iterable[int] = ()) -> Outcome | None:
         """Find the end of a job that every member has left without a verdict. None if one has not, if nobody names
         them, or if the job has not formed. `hosts`: the nodes of the hostfile, where it is known."""
-        members = self._members | (set(hosts) if self.hosts else set())
+        members = self.members | (set(hosts) if self.hosts else set())
         left = self.codes.keys() | self.fenced
         if not members or members - left - self.replaced:
             return None

@@ -240,6 +240,12 @@ def test_the_next_job_in_the_same_folder_replaces_the_view(world_first: bool) ->
     assert view.rows()[1].ranks == (2, 3)
 
 
+def test_a_host_that_only_the_next_job_has_may_speak_first() -> None:
+    other = START.replace('"node":2', '"node":4').replace("[0,0,1,1,2,2]", "[0,0,1,1,4,4]").replace("alpha2", "alpha4")
+    view = view_of(START, TRAINING, READY, END, other, TRAINING.replace('"node":2', '"node":4'))
+    assert [(row.node, row.host) for row in view.rows()] == [(0, "alpha0"), (1, "alpha1"), (3, "alpha3"), (4, "alpha4")]
+
+
 def test_plain_lines_are_few() -> None:
     view, plain, said = JobView(), watch.PlainLines(every_s=10.0), []
     for part in (*ALL, ENDED):
