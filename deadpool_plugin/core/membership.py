@@ -85,8 +85,11 @@ class Proposal:
         return len(self.promises) + len(self.lost) >= len(world.members) and not self.missing(world)
 
     def missing(self, world: World) -> tuple[NodeId, ...]:
+        return tuple(node for node in world.members if self.waits_for(node))
+
+    def waits_for(self, member: NodeId) -> bool:
         answered: Collection[NodeId] = self.promises if self.plan is None else self.accepted
-        return tuple(node for node in world.members if node not in self.lost and node not in answered)
+        return member not in self.lost and member not in answered
 
     def inherited(self) -> SwapPlan | None:
         """The plan this round must propose because an earlier one may have been decided: that of the largest ballot."""

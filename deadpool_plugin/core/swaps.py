@@ -123,7 +123,9 @@ class Swaps:
         ctx, proposal = self._ctx, self.proposal
         if ctx.decided is not None:
             ctx.send(node, ctx.decided)
-        if proposal is not None and proposal.plan is None and node in proposal.missing(ctx.world):
+        if proposal is None or proposal.plan is not None:
+            return
+        if node in ctx.world.positions and proposal.waits_for(node):
             ctx.send(node, proposal.prepare())
 
     # -- from promises to a plan ----------------------------------------------------------------------------------
@@ -270,7 +272,7 @@ class Swaps:
         if self.proposal is not None and self.proposal.ballot == message.ballot:
             self._round_seen = max(self._round_seen, message.promised.round)
             self.proposal = None
-            # Who is lost to us may count us as lost: give it the time to win, else both of us lose.
+            # A rival that is lost to us may count us as lost: give it the time to win, else both of us lose.
             rival = message.promised.node in ctx.watch.evidence
             self._retry_at = ctx.now + (RIVAL_INTERVALS * ctx.timing.heartbeat_interval_s if rival else 0.0)
 
