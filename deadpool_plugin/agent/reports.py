@@ -73,8 +73,8 @@ class Reports:
             text = f"unreadable worker event {kind} {fields}: {error}"
             event = events.stamped(events.Note(text=text), node=self.node, generation=self.generation)
         if isinstance(event, events.StepDone):
-            # What is written for a step does not grow with the ranks: the first that has done it, and that knows its
-            # loss.
+            # The lines of a step do not grow with the ranks: the first rank that has done it, and the first that knows
+            # its loss.
             has_loss, step = event.loss is not None, (event.generation, event.step)
             if step <= self._newest_step[True] or (not has_loss and step <= self._newest_step[False]):
                 return

@@ -148,7 +148,7 @@ class Groups(Runtime):
         def build() -> tuple[Network, list[dist.ProcessGroup | None]]:
             network = Network(generation, store, self.generations)
             # A newcomer may have a long way through past steps, and groups wait no longer than their time-outs.
-            # Who does not come at all is missed by the protocol, which then begins another generation.
+            # The protocol misses a newcomer that does not come at all, and then begins another generation.
             if network.store.add("gathered", 1) == int(os.environ["WORLD_SIZE"]):
                 network.store.set("everybody", "")
             network.store.wait(["everybody"])

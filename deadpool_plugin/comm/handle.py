@@ -160,7 +160,7 @@ def members(given: Any) -> tuple[int, ...]:
 
 
 LACKING = ("splitting", "coalescing", "time_estimate", "abort_hooks", "completion_hooks", "reconfigure", "window")
-"""What else torch asks whether a group supports it; a handle can do none of it."""
+"""The other features that torch asks a group for; a handle has none of them."""
 REFUSED = (
     "get_reconfigure_handle",
     "new_window",

@@ -22,7 +22,8 @@ class PartialPartition:
 
     def __init__(self, context: Context) -> None:
         self._ctx = context
-        # Who does not hear whom: the committed step then, and since when it is repeated without a newer one.
+        # By pairs, the first of which does not hear the second: the committed step then, and since when it is repeated
+        # without a newer one.
         self._complaints: dict[tuple[NodeId, NodeId], tuple[Step, float]] = {}
         self._asked_in: Generation | None = None  # in which generation somebody was last asked to leave
         self._told: set[tuple[Generation, frozenset[NodeId]]] = set()  # the pairs that people were told of

@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 
 class Fate:
-    """What the nodes of a job have told, each as far as it answers or its log says."""
+    """The story of a job as its nodes tell it, each as far as it answers or its log says."""
 
     def __init__(self, told: Mapping[int, Iterable[events.Event]] | None = None) -> None:
         self.hosts: dict[int, str] = {}
@@ -178,7 +178,7 @@ class Fate:
 
     def _is_waiting(self) -> bool:
         """Return whether a node waits for a host, in a generation that none newer than it has a verdict of."""
-        # Of two halves that cannot reach each other one may give up, and knows nothing of the other.
+        # One of two halves that cannot reach each other may give up, and knows nothing of the other.
         newest = max((event.generation for event in self._verdicts), default=0)
         left = {event.node for event in self.stops} | self.codes.keys() | self.removed
         return any(event.generation >= newest and event.node not in left for event in self._waits)

@@ -38,7 +38,7 @@ class SnapshotStore:
     def __init__(self, history_limit_bytes: int = 256 << 20, headroom_bytes: int = 0) -> None:
         self.maker, self._history_limit_bytes = SlotMaker(headroom_bytes), history_limit_bytes
         self.recordings: dict[Rank, bytes] = {}
-        """What the ranks' start-up collectives gave, for those who rehearse them."""
+        """The results of the ranks' start-up collectives, for those who rehearse them."""
         self.histories: dict[Rank, CallHistory] = {}
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)

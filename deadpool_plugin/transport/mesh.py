@@ -86,7 +86,7 @@ class ControlMesh:
         self._on_still_silent, self._on_refused, self._silent_after_s = on_still_silent, on_refused, silent_after_s
         self._channels: dict[NodeId, ReliableChannel] = {}
         self._addresses: dict[NodeId, Address] = {}
-        """Of all who may be linked; while it is empty anyone with the secret may be."""
+        """The addresses of all nodes that may be linked; while it is empty anyone with the secret may be."""
         self._gone: set[NodeId] = set()
         """Lost, or dropped, or they have said Goodbye: there is no link with them to come."""
         self._attempts: dict[NodeId, asyncio.Task[None]] = {}

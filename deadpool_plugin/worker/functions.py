@@ -83,4 +83,4 @@ class Call:
 
 
 CallHandler = Callable[[Call], Any]
-"""What the runtime puts around every call; returns the value for the script."""
+"""The runtime's function around every call; returns the value for the script."""

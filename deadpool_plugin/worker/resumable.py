@@ -241,7 +241,7 @@ class Tapes(list[Tape]):
     def __init__(self) -> None:
         super().__init__()
         self._digests: deque[int] = deque(maxlen=proof.ITEMS_MAX)
-        """Of batches that the script itself has read from other loaders since the last call."""
+        """One for each batch that the script itself has read from other loaders since the last call."""
 
     def note(self, batch: Any) -> None:
         self._digests.append(proof.digest(batch))

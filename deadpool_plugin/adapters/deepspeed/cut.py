@@ -41,7 +41,7 @@ Parts = list[tuple[Graph, Sequence["torch.Tensor | None"]]]
 AT_REST_BYTES_MIN = 1 << 20
 CUT_NODE = "_CutBackward"
 _collecting: list[Parts] = []
-"""Of the backwards through the script's part that are under way."""
+"""The cuts reached so far by each backward through the script's part that is under way."""
 
 
 class _Cut(torch.autograd.Function):

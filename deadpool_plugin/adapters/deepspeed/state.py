@@ -277,7 +277,7 @@ def _refill(container: Any, items: Any) -> None:
 
 def _reset(value: Any, attributes: dict[str, Any]) -> None:
     # An answer found out once, perhaps by a collective, and kept under a name that was not there: no newcomer has it.
-    # What is not plain was allocated on the way, and every process makes it without the others.
+    # A value that is not plain was allocated on the way, and every process makes it without the others.
     for name in [name for name, found in vars(value).items() if name not in attributes and is_plain(found)]:
         delattr(value, name)
     vars(value).update(attributes)

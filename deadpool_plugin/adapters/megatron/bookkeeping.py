@@ -23,7 +23,7 @@ from ...worker.adapter import Scalars
 from ...worker.functions import Call
 
 Entry = dict[str, Any]
-"""Of one tracker: tensors of sums, the groups they are reduced over, flags."""
+"""The entries of one tracker: tensors of sums, the groups they are reduced over, flags."""
 CORE = "megatron.core.transformer"
 REDUCTIONS = (
     (f"{CORE}.moe.moe_utils", "", "reduce_aux_losses_tracker_across_ranks"),
