@@ -1,8 +1,9 @@
-"""The parts that both adapters share: wrapped functions, options refused by name, the state of Adam."""
+"""The parts that both adapters share: wrapped functions, random generators, options refused by name, Adam's state."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import Unsupported
-from ..worker.adapter import Scalars
+from ..worker.adapter import Adapter, Scalars
 from ..worker.patching import around
 
 Function = Callable[..., Any]
@@ -22,20 +23,17 @@ PLAIN = (bool, int, float, str, type(None), tuple, list)
 class Nesting:
     """The calls, or step functions of the script's, that run within each other."""
 
-    _depth = 0
-
-    @property
-    def busy(self) -> bool:
-        """Return whether a call is under way: what the framework asks of itself is no call."""
-        return self._depth > 0
+    busy = False
+    """A call is under way: what the framework asks of itself is no call."""
+    is_training = False
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        self._depth += 1
+        outer, self.busy = self.busy, True
         try:
             yield
         finally:
-            self._depth -= 1
+            self.busy = outer
 
 
 def in_place_of(owner: Any, name: str) -> Callable[[Function], None]:
@@ -59,6 +57,39 @@ def after_init(cls: type, act: Callable[[Any], None]) -> None:
     def init(original: Function, instance: Any, *args: Any, **kwargs: Any) -> None:
         original(instance, *args, **kwargs)
         act(instance)
+
+
+class FrameworkAdapter(Adapter):
+    """An adapter whose framework has random generators of the model's beside torch's."""
+
+    calls: Nesting
+    trackers: tuple[str, ...]
+    """Modules that have such generators, if a script imports them."""
+
+    def inside_step(self) -> contextlib.AbstractContextManager[None]:
+        return self.calls.inside()
+
+    def rng_states(self) -> dict[str, Any]:
+        return {
+            module: {
+                name: one.get_state() if isinstance(one, torch.Generator) else one  # with Megatron's --te-rng-tracker
+                for name, one in tracker.get_states().items()
+            }
+            for module, tracker in self._rng_trackers().items()
+        }
+
+    def set_rng_states(self, states: dict[str, Any]) -> None:
+        for module, tracker in self._rng_trackers().items():
+            if module in states:
+                kept = dict(states[module])
+                for name, one in tracker.get_states().items():
+                    if isinstance(one, torch.Generator) and name in kept:
+                        one.set_state(kept[name])
+                        kept[name] = one
+                tracker.set_states(kept)
+
+    def _rng_trackers(self) -> dict[str, Any]:
+        return {name: sys.modules[name].get_cuda_rng_tracker() for name in self.trackers if name in sys.modules}
 
 
 @dataclass(frozen=True)
@@ -100,16 +131,21 @@ def refuse(owner: Any, options: Sequence[Option]) -> None:
             )
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class AdamState:
     """An Adam of any maker: its groups, the masters it updates, and the state beside each of them.
 
-    The state is complete before the first update: what is missing is made as the optimizer would make it.
-
-    Raises: Unsupported if there is a third moment.
+    What is missing of the state is made as the optimizer would make it. `tensors`: masters and moments.
+    Raises: Unsupported for masters that are not fp32 (with this `remedy`), and for a third moment.
     """
 
-    def __init__(self, optimizer: Any, masters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, optimizer: Any, masters: Sequence[torch.Tensor], remedy: str) -> None:
         self.optimizer, self.masters, self.groups = optimizer, masters, optimizer.param_groups
+        for dtype in {master.dtype for master in masters} - {torch.float32}:
+            raise Unsupported(f"the optimizer updates parameters in {dtype}", "fp32 masters", remedy)
         if any(group.get("amsgrad") for group in self.groups):
             raise Unsupported(
                 "Adam with amsgrad=True keeps a third moment that is not mirrored",
@@ -130,6 +166,7 @@ class AdamState:
                 for name in MOMENTS:
                     state[name] = torch.zeros_like(master.data, memory_format=torch.preserve_format)
         self.moments = [state[name] for state in self.states() for name in MOMENTS]
+        self.tensors = [*(master.data for master in masters), *self.moments]
 
     def states(self) -> list[dict[str, Any]]:
         return [self.optimizer.state[master] for master in self.masters]

@@ -68,6 +68,8 @@ class Adapter(Protocol):
 
     framework: str
     """The module whose presence says that a script uses this framework."""
+    state: State
+    """The rank's state. From `attach` on."""
 
     def package(self) -> tuple[str, str]:
         """The name and version of the package that was imported. After `install`."""
@@ -87,10 +89,6 @@ class Adapter(Protocol):
 
     def attach(self) -> None:
         """At the first call: find model and optimizer, and list their state. Raises: Unsupported, with the reason."""
-
-    @property
-    def state(self) -> State:
-        """The rank's state. After `attach`."""
 
     def rng_states(self) -> dict[str, Any]:
         """Random states kept by the framework itself, by name (tensors or plain data)."""

@@ -41,14 +41,14 @@ def test_an_engine_built_from_it_can_be_protected(name):
     import deepspeed
     import torch.distributed as dist
 
-    from deadpool_plugin.adapters.deepspeed import refusals
+    from deadpool_plugin.adapters.deepspeed.adapter import check
     from deadpool_plugin.adapters.deepspeed.state import EngineState
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(verbose=False)
     options = json.loads((ROOT / "configs" / name).read_text())
     engine = build(options)
-    refusals.check(engine)
+    check(engine)
     moments = EngineState(engine).adam.moments
     assert all(moment.untyped_storage().nbytes() == moment.nbytes for moment in moments)  # torch.save writes storages
     assert engine.zero_optimization_stage() == options["zero_optimization"]["stage"] and engine.bfloat16_enabled()

@@ -183,10 +183,10 @@ def test_an_optimizer_that_deepspeed_refuses_is_named_and_no_option_asked_for():
     import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from deadpool_plugin.adapters.deepspeed import refusals
+    from deadpool_plugin.adapters.deepspeed.adapter import refuse_methods
     from deadpool_plugin.errors import Unsupported
 
-    refusals.install(DeepSpeedEngine, lambda: False)
+    refuse_methods(DeepSpeedEngine, lambda: False)
     kept = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": False}
     with pytest.raises(Unsupported, match=r"torch\.optim\.sgd\.SGD; expected one of Adam"):
         build(lambda: torch.nn.Linear(4, 1), "SGD", **kept)

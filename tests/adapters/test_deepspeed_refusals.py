@@ -12,23 +12,23 @@ deepspeed = pytest.importorskip("deepspeed")
 from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
 from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 
-from deadpool_plugin.adapters.deepspeed import outputs, refusals, zero3  # noqa: E402
-from deadpool_plugin.adapters.deepspeed.adapter import DeepSpeedAdapter  # noqa: E402
+from deadpool_plugin.adapters.deepspeed import outputs, zero3  # noqa: E402
+from deadpool_plugin.adapters.deepspeed.adapter import COMPRESSION, OPTIONS, DeepSpeedAdapter, check  # noqa: E402
 from deadpool_plugin.adapters.deepspeed.calls import EngineCalls, Forward  # noqa: E402
 from deadpool_plugin.adapters.deepspeed.optimizer import Adam  # noqa: E402
 from deadpool_plugin.errors import Unsupported  # noqa: E402
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX  # noqa: E402
 
 
-@pytest.mark.parametrize("option", refusals.OPTIONS, ids=[option.path for option in refusals.OPTIONS])
+@pytest.mark.parametrize("option", OPTIONS, ids=[option.path for option in OPTIONS])
 def test_every_option_is_known_to_this_deepspeed_or_refused_with_a_remedy(option):
     engine = made(option.path, "something else")
     with pytest.raises(Unsupported) as refusal:
-        refusals.check(engine)
+        check(engine)
     assert (option.called or option.path) in str(refusal.value)
     assert option.remedy in str(refusal.value)
     for harmless in option.harmless:
-        refusals.check(made(option.path, harmless))
+        check(made(option.path, harmless))
 
 
 def made(path, value):
@@ -41,15 +41,15 @@ def made(path, value):
     return kind(**vars(inner))
 
 
-@pytest.mark.parametrize("technique", refusals.COMPRESSION)
+@pytest.mark.parametrize("technique", COMPRESSION)
 def test_compression_of_earlier_versions_is_found_in_their_configuration(technique):
     """As `get_compression_config` of DeepSpeed 0.18 has it: all techniques, whatever the file names."""
-    every = {name: {"shared_parameters": {"enabled": False}, "different_groups": {}} for name in refusals.COMPRESSION}
+    every = {name: {"shared_parameters": {"enabled": False}, "different_groups": {}} for name in COMPRESSION}
     engine = made("_config", fake(compression_config={**every, "layer_reduction": {"enabled": True}}))
-    refusals.check(engine)
+    check(engine)
     every[technique]["shared_parameters"]["enabled"] = True
     with pytest.raises(Unsupported, match=f"compression_training: {technique} = True"):
-        refusals.check(engine)
+        check(engine)
 
 
 def test_activations_that_go_elsewhere_are_refused():
@@ -64,7 +64,7 @@ def test_other_engines_are_refused():
         pass
 
     with pytest.raises(Unsupported, match="HybridEngine"):
-        refusals.check(HybridEngine())
+        check(HybridEngine())
 
 
 class Engine:
@@ -91,9 +91,7 @@ def test_an_engine_made_during_training_is_refused_and_not_taken_for_the_first(m
 
 
 def test_the_methods_of_an_engine_that_are_asked_exist():
-    asked = {
-        option.path for option in refusals.OPTIONS if "." not in option.path and hasattr(DeepSpeedEngine, option.path)
-    }
+    asked = {option.path for option in OPTIONS if "." not in option.path and hasattr(DeepSpeedEngine, option.path)}
     assert {"zero_hpz_partition_size", "zero_quantized_gradients", "autotp_size", "is_deepcompile_enabled"} <= asked
     assert {"zero_partial_offload", "curriculum_learning_enabled", "random_ltd_enabled"} <= asked
 
@@ -119,7 +117,7 @@ def test_what_a_configuration_asks_for_is_found_in_the_engine(options, name):
     nothing: dict[str, Any] = {}
     for words in (nothing, options):
         engine._config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **words})
-        refused = [option.called or option.path for option in refusals.OPTIONS if is_refused(engine, option)]
+        refused = [option.called or option.path for option in OPTIONS if is_refused(engine, option)]
         assert len(refused) == len(words) and all(name in one for one in refused)
 
 

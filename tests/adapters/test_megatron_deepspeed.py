@@ -11,8 +11,7 @@ from support.stand_in import fake
 
 pytest.importorskip("deepspeed")
 
-from deadpool_plugin.adapters.deepspeed import refusals
-from deadpool_plugin.adapters.deepspeed.adapter import DeepSpeedAdapter
+from deadpool_plugin.adapters.deepspeed.adapter import DeepSpeedAdapter, refuse_methods
 from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec, rng
@@ -76,7 +75,7 @@ class Engine:
 
 
 def test_the_batch_size_may_be_told_again_and_not_changed():
-    refusals.install(Engine, lambda: True)
+    refuse_methods(Engine, lambda: True)
     engine = Engine()
     assert engine.set_train_batch_size(16) == engine.set_train_batch_size(train_batch_size=16) == "set"
     for change in (lambda: engine.set_train_batch_size(32), lambda: engine.set_train_micro_batch_size(16)):

@@ -45,14 +45,7 @@ class Adam(AdamState):
                 "betas that stay the same",
                 "cycle the learning rate only, or use torch's AdamW",
             )
-        for master in masters:
-            if master.dtype != torch.float32:
-                raise Unsupported(
-                    f"the optimizer updates parameters in {master.dtype}",
-                    "fp32 masters",
-                    "leave master weights, gradients and optimizer states in fp32",
-                )
-        super().__init__(optimizer, masters)
+        super().__init__(optimizer, masters, "leave master weights, gradients and optimizer states in fp32")
         self._steps_before = self._count()  # with a checkpoint the job begins at another one than 0
 
     def _count(self) -> int:
@@ -147,7 +140,7 @@ def _digest(parameters: Sequence[torch.Tensor]) -> str:
 
 
 class LastingGradients:
-    """The model's parameters that have had gradients, as far as this rank keeps them.
+    """Parameters that have had gradients, as far as this rank keeps them.
 
     With ZeRO 3, and with an offloaded optimizer, gradient memory outlives a step. A step's first backward writes over
     it, later ones add to it. A parameter without a gradient would be updated with the old one, which no snapshot holds.
@@ -159,7 +152,7 @@ class LastingGradients:
         self._trained: list[tuple[str, Any]] = []
         self._ever: set[int] = set()
         self._now: dict[int, bool] = {}
-        """Those that have had gradients in this step, and whether in its first backward."""
+        """Whether it was in the step's first backward, of those with gradients in this step."""
         stage = engine.zero_optimization_stage()
         if stage != 3 and not (stage > 0 and getattr(optimizer, "cpu_offload", False)):
             return
@@ -168,13 +161,11 @@ class LastingGradients:
         numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._trained)}
 
         def note(written: Any, *_: Any, **__: Any) -> None:
-            written = written if isinstance(written, list) else [written]
-            for number in [numbers[id(parameter)] for parameter in written if id(parameter) in numbers]:
-                self._now.setdefault(number, optimizer.micro_step_id <= 0)
+            for parameter in written if isinstance(written, list) else [written]:
+                if id(parameter) in numbers:
+                    self._now.setdefault(numbers[id(parameter)], optimizer.micro_step_id <= 0)
 
-        before(
-            optimizer, "partition_grads" if hasattr(optimizer, "partition_grads") else "copy_grads_in_partition", note
-        )
+        before(optimizer, "partition_grads" if stage == 3 else "copy_grads_in_partition", note)
 
     def check(self) -> None:
         """Raises: Unsupported, before an update that would use gradients of an earlier step."""

@@ -14,7 +14,7 @@ import copy
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Scalars
-from ...worker.module_state import Buffers, Values, is_plain
-from ..common import REMEDY
+from ...worker.module_state import PLAIN, Buffers, Values, is_plain
+from ..common import REMEDY, memory_of
 from .optimizer import Adam, Frozen, LastingGradients
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
@@ -85,8 +85,7 @@ class EngineState:
         parts = [parameter.ds_tensor.data for parameter in frozen] if self._partitioned else []
         self.frozen = Frozen([] if self._partitioned else frozen)
         self.changing: Sequence[torch.Tensor] = self.buffers.tensors
-        held = [*(master.data for master in masters), *self.adam.moments, *parts]
-        self.shard: Sequence[torch.Tensor] = [*held, *self.changing]
+        self.shard: Sequence[torch.Tensor] = [*self.adam.tensors, *parts, *self.changing]
         self._before = TransientState(optimizer)
         self._before.note_attributes([engine], OF_PIPELINE)
         self._gradients = [(master, master.grad) for master in masters]
@@ -99,18 +98,14 @@ class EngineState:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` lies in parameters or buffers. Raises: Unsupported if it is a gradient."""
-        memory = tensor.untyped_storage().data_ptr()
-
-        def lies_in(tensors: Iterable[torch.Tensor]) -> bool:
-            return any(memory == one.untyped_storage().data_ptr() for one in tensors)
-
-        if lies_in(parameter.grad for parameter in self._parameters if parameter.grad is not None):
+        memory, gradients = memory_of(tensor), (parameter.grad for parameter in self._parameters)
+        if memory in (memory_of(gradient) for gradient in gradients if gradient is not None):
             raise Unsupported(
                 "the script communicates gradients outside the engine's calls",
                 "the engine to reduce them",
                 f"leave gradients to engine.backward and engine.step, or {WHOLE_STEP}",
             )
-        return lies_in(self._parameters) or self.buffers.hold(tensor)
+        return memory in map(memory_of, self._parameters) or self.buffers.hold(tensor)
 
     def has_parameter(self, tensor: torch.Tensor) -> bool:
         return any(tensor is parameter for parameter in self._parameters)
@@ -157,9 +152,9 @@ class EngineState:
 
     def entry_state(self) -> Callable[[], None]:
         trained = [parameter.requires_grad for parameter in self._parameters]
-        if trained != self._trained:
-            self._trained = trained
-        trained = self._trained  # the same object in all calls that are logged meanwhile
+        if trained == self._trained:
+            trained = self._trained  # the same object in all calls that are logged meanwhile
+        self._trained = trained
         training = [module.training for module in self._modules]
         visible, flags, buffers = self.visible(), _some(self.engine, BETWEEN_CALLS), self.buffers.entry()
 
@@ -393,8 +388,5 @@ def _is_part(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.keys())) and all(map(_is_plain, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return isinstance(value, (bool, int, float, str, type(None)))
+    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return all(map(_is_plain, parts)) if isinstance(parts, (list, tuple)) else isinstance(parts, PLAIN)

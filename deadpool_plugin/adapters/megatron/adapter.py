@@ -1,4 +1,4 @@
-"""Megatron-core as an `Adapter`: its functions that are calls, its instances, and its data sets.
+"""Megatron-core as an `Adapter`: functions that are calls, instances, data sets, and options refused by name.
 
 Calls: `DistributedDataParallel.zero_grad_buffer` and `start_param_sync`, the optimizers' `zero_grad` and `step`, the
 three forward-backward schedules, `OptimizerParamScheduler.step`, the reductions of losses that are tracked beside. A
@@ -13,43 +13,42 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from ...errors import WHOLE_STEP, Unsupported, present
+from ...errors import WHOLE_STEP, Unsupported
 from ...worker import iterators
-from ...worker.adapter import Adapter
 from ...worker.functions import Call, CallHandler, CallKind
 from ...worker.saving import Saves
-from ..common import REMEDY, Nesting, after_init, before, in_place_of
-from . import bookkeeping, refusals, saving
+from ..common import REMEDY, FrameworkAdapter, Nesting, Option, after_init, before, in_place_of, options, refuse
+from . import bookkeeping, saving
 from .state import TrainingState, check_base, parts_of
 
 SCHEDULES = ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
+OPTIMIZER_CALLS: tuple[tuple[str, CallKind, type[Call]], ...] = (
+    ("step", CallKind.UPDATE, Call), ("zero_grad", CallKind.PLAIN, Call),
+    ("sharded_state_dict", CallKind.PLAIN, saving.ShardedState),
+)  # fmt: skip
 TRACKER = "latest_checkpointed_iteration.txt"
 HASHES = "check_param_hashes_across_dp_replicas"
 """Function behind `--check-weight-hash-across-dp-replicas-interval`."""
 
 
-class MegatronAdapter(Adapter):
+class MegatronAdapter(FrameworkAdapter):
     """See `Adapter` for when each method runs."""
 
     framework = "megatron.core.distributed"
     """Megatron-DeepSpeed has a `megatron.core` of its own, from before there was this in it."""
+    trackers = ("megatron.core.tensor_parallel.random",)
+    state: TrainingState
 
     def __init__(self) -> None:
+        self.calls = Nesting()
         self._chunks: list[Any] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
         self._timers: list[Any] = []
-        self._state: TrainingState | None = None
-        self._calls = Nesting()
-
-    @property
-    def state(self) -> TrainingState:
-        return present(self._state, "attach() comes first")
 
     def package(self) -> tuple[str, str]:
         import megatron.core  # a checkout's, if the script stands in one
@@ -71,15 +70,19 @@ class MegatronAdapter(Adapter):
         from megatron.core.rerun_state_machine import RerunDataIterator
         from megatron.core.timers import Timer
 
-        for instances, *classes in (
+        def remember(instances: list[Any], instance: Any) -> None:
+            if not any(known is instance for known in instances):
+                instances.append(instance)
+
+        for instances, cls in (
             (self._chunks, DistributedDataParallel),
-            (self._optimizers, optimizers.MegatronOptimizer, optimizers.ChainedOptimizer),
+            (self._optimizers, optimizers.MegatronOptimizer),
+            (self._optimizers, optimizers.ChainedOptimizer),
             (self._schedulers, OptimizerParamScheduler),
             (self._timers, Timer),
         ):
-            for cls in classes:
-                after_init(cls, functools.partial(_remember, instances))
-        wrap_call = functools.partial(wrap, handler, calls=self._calls)
+            after_init(cls, functools.partial(remember, instances))
+        wrap_call = functools.partial(wrap, handler, calls=self.calls)
         DistributedDataParallel.no_sync = bookkeeping.no_sync
         wrap_call(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
         wrap_call(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
@@ -91,14 +94,11 @@ class MegatronAdapter(Adapter):
         for name in SCHEDULES:
             wrap_call(schedules, f"forward_backward_{name}", CallKind.FORWARD, made=ForwardBackward)
         for cls in _subclasses(optimizers.MegatronOptimizer):
-            if "step" in vars(cls):
-                wrap_call(cls, "step", CallKind.UPDATE)
+            for name, kind, made in OPTIMIZER_CALLS:
+                if name in vars(cls):
+                    wrap_call(cls, name, kind, made=made)
             if "step_with_ready_grads" in vars(cls):
                 self.refuse_outside(cls, "step_with_ready_grads", "call optimizer.step()")
-            if "zero_grad" in vars(cls):
-                wrap_call(cls, "zero_grad", CallKind.PLAIN)
-            if "sharded_state_dict" in vars(cls):
-                wrap_call(cls, "sharded_state_dict", CallKind.PLAIN, made=saving.ShardedState)
         remedy = "set config.finalize_model_grads_func, which the schedule calls"
         self.refuse_outside(DistributedDataParallel, "finish_grad_sync", remedy)
         install_facts(handler)
@@ -109,14 +109,11 @@ class MegatronAdapter(Adapter):
     def is_used(self) -> bool:
         return bool(self._optimizers)
 
-    def inside_step(self) -> AbstractContextManager[None]:
-        return self._calls.inside()
-
     def refuse_outside(self, owner: Any, name: str, remedy: str) -> None:
         """Refuse `owner.name` where it is called outside of every call: no redo would do it again."""
 
         def check(*_: Any, **__: Any) -> None:
-            if self._state is not None and not self._calls.busy:
+            if self.calls.is_training and not self.calls.busy:
                 raise Unsupported(
                     f"the script has called {owner.__name__}.{name} itself, which a swap would leave out of what is "
                     "redone",
@@ -137,25 +134,19 @@ class MegatronAdapter(Adapter):
                 "exactly one",
                 f"build one with get_megatron_optimizer before the first training call, {REMEDY}",
             )
-        refusals.check(self._chunks, outermost[0].config)
-        self._state = TrainingState(self._chunks, outermost[0], self._schedulers, self._timers)
-
-    def rng_states(self) -> dict[str, Any]:
-        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-        states = get_cuda_rng_tracker().get_states()  # generators with --te-rng-tracker
-        return {name: one.get_state() if isinstance(one, torch.Generator) else one for name, one in states.items()}
-
-    def set_rng_states(self, states: dict[str, Any]) -> None:
-        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-        tracker = get_cuda_rng_tracker()
-        live, kept = tracker.get_states(), dict(states)
-        for name, one in live.items():
-            if isinstance(one, torch.Generator) and name in states:
-                one.set_state(states[name])
-                kept[name] = one
-        tracker.set_states(kept)
+        check_arguments(getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None))
+        if not self._chunks:
+            raise Unsupported(
+                "an optimizer without a model in megatron.core.distributed.DistributedDataParallel",
+                "all model chunks in DistributedDataParallel, not in FSDP or torch's own",
+                f"wrap the model in it, {REMEDY}",
+            )
+        for chunk in self._chunks:
+            check_model(chunk.config)
+            refuse(chunk.ddp_config, GRADIENTS)
+        refuse(outermost[0].config, OPTIMIZER)
+        self.state = TrainingState(self._chunks, outermost[0], self._schedulers, self._timers)
+        self.calls.is_training = True
 
 
 class ForwardBackward(Call):
@@ -203,11 +194,6 @@ def install_facts(handler: CallHandler) -> None:
     for module in map(sys.modules.get, ("megatron.core.utils", "megatron.training.training")):
         if hasattr(module, HASHES):
             wrap(handler, module, HASHES, CallKind.FACT)
-
-
-def _remember(instances: list[Any], instance: Any) -> None:
-    if not any(known is instance for known in instances):
-        instances.append(instance)
 
 
 def _subclasses(cls: type) -> dict[type, None]:
@@ -262,3 +248,96 @@ def _reads_by_index(data_set: Any) -> bool:
 def _name_in_datasets(data_set: Any) -> str:
     cls = type(data_set)
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix("megatron.core.datasets.")
+
+
+# ---- what a swap cannot restore is refused by name before training
+#
+# An option is here because it keeps state or communicators where `TrainingState` and the group handles do not reach, or
+# works past the calls; a version of Megatron-core that lacks the option is fine.
+
+FILLED = "keeps a queue of gradients to be computed, which an interruption leaves filled"
+OFFLOADS = "counts what is offloaded, which an interruption leaves half-way"
+CAPTURES = "captures communicators, which a swap replaces"
+MODEL = (
+    *options("fp8 fp4", "keeps scaling factors in the layers, which are not mirrored", "train in bf16"),
+    Option("tp_comm_overlap", "communicates through buffers of its own, past the process groups", "switch it off"),
+    Option("moe_enable_deepep", "communicates past the process groups", "use the alltoall or allgather dispatcher"),
+    *options("enable_cuda_graph external_cuda_graph", CAPTURES, "switch it off"),
+    Option("cuda_graph_impl", CAPTURES, "set it to none", (None, "none")),
+    Option("moe_token_dispatcher_type", "communicates past the process groups", "use alltoall or allgather",
+           (None, "alltoall", "allgather")),
+    *options("delay_wgrad_compute defer_embedding_wgrad_compute", FILLED, "switch it off"),
+    Option("overlap_dispatch_backward_with_experts_wgrad", FILLED, "switch it off"),
+    *options("fine_grained_activation_offloading cpu_offloading", OFFLOADS, "switch it off, or recompute activations"),
+    Option("qk_clip", "changes weights between the calls, which a redo leaves out", "switch it off"),
+    Option("log_max_attention_logit", "reduces between the calls what a spare, which runs no forward, does not have",
+           "switch it off"),
+    Option("moe_enable_routing_replay", "routes by lists that the script sets between the calls"),
+    Option("symmetric_ar_type", "communicates in symmetric memory, past the process groups"),
+    Option("hybrid_context_parallel", "communicates while data is read, which a swap reads again from memory",
+           "use context_parallel_size"),
+    Option("moe_shared_expert_overlap", "keeps what the shared experts are at, which an interruption leaves half-way",
+           "switch it off"),
+    *(Option(f"{experts}gtp_weight_remat_size",
+             "keeps communication under way in its parameters across an interruption",
+             f"leave --{experts.replace('_', '-')}tensor-parallel-num-weight-shards out", (None, 1))
+      for experts in ("", "expert_")),
+)  # fmt: skip
+ROUTERS = Option(
+    "moe_router_force_load_balancing", "draws from a generator of its own, which is not mirrored, in this version",
+    "leave it out, or use megatron-core 0.16 or later",
+)  # fmt: skip
+"""An option of the model, where routers have such a generator."""
+GRADIENTS = (
+    *options("use_megatron_fsdp use_custom_fsdp", "keeps parameters where a rollback does not reach",
+             "use the distributed optimizer"),
+    Option("nccl_ub", "registers memory with communicators, which a swap replaces", "switch it off"),
+)  # fmt: skip
+OPTIMIZER = (
+    Option("overlap_param_gather_with_optimizer_step", "gathers parameters across the end of a step", "switch it off"),
+    Option("optimizer_cpu_offload", "keeps the state in parts that are not mirrored", "switch it off"),
+)
+TRAINING = (
+    Option("inprocess_restart", "starts the training function again, which the plugin keeps running"),
+    Option("async_strategy", "saves by another library, whose writers a swap cannot end", "set it to mcore",
+           (None, "mcore")),
+    Option("log_straggler", "divides by the time of forwards, of which a spare runs none"),
+    Option("use_sharp", "has switches sum in groups of the start only: later ones would sum otherwise"),
+    Option("optimizer_cuda_graph", CAPTURES),
+    Option("use_legacy_models", "counts micro-batches in the layers, which an interruption leaves too far on",
+           "use megatron-core's models"),
+    Option("perform_rl_step", "changes weights between the calls, which a redo leaves out"),
+    Option("skip_train", "trains nothing that could be protected"),
+    *options("save_dgrads_interval save_activations_interval save_tokens_per_expert_interval",
+             "saves what is seen in forwards, of which a spare runs none"),
+    Option("non_persistent_ckpt_type", "saves by another library, on each host of its own", "set it to global",
+           (None, "global")),
+)  # fmt: skip
+"""Options among Megatron-LM's own arguments, where its training loop runs."""
+
+
+def check_arguments(args: Any) -> None:
+    """Raises: Unsupported, naming one of Megatron-LM's arguments, why, and what to do instead."""
+    refuse(args, TRAINING)
+    if getattr(args, "fim_data", False) and not args.num_workers:
+        raise Unsupported(
+            "fim_data=True with num_workers=0 draws random numbers of its own for every item: a process that passes "
+            "over items would go on with others",
+            "loader workers, whose items are all read",
+            f"add --num-workers 1, {REMEDY}",
+        )
+
+
+def check_model(config: Any) -> None:
+    """Raises: Unsupported, naming an option of the model, why, and what to do instead."""
+    refuse(config, MODEL)
+    routing: Any = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    if hasattr(getattr(routing, "RandomSTE", None), "generator"):  # up to 0.15
+        refuse(config, [ROUTERS])
+    if (bias := getattr(config, "moe_router_force_biased", None) or 0.0) < 0:
+        raise Unsupported(
+            f"moe_router_force_biased = {bias} adds to routers what they drew in their first forward, which a "
+            "replacement does not run",
+            "None, or a number that is not negative: it is drawn in every forward",
+            f"make it positive, {REMEDY}",
+        )

@@ -17,7 +17,7 @@ import torch
 from ...errors import Unsupported
 from ...worker.adapter import Scalars
 from ...worker.module_state import PLAIN, Buffers, Values, is_plain
-from ..common import REMEDY, AdamState, Option, refuse
+from ..common import REMEDY, AdamState, Option, memory_of, refuse
 from . import bookkeeping
 
 SUPPORTED = ("Adam", "AdamW", "FusedAdam")
@@ -57,17 +57,14 @@ class TrainingState:
         modules = [module for chunk in chunks for module in chunk.module.modules()]
         self.buffers, self._values = Buffers(modules, CACHES), Values(modules, OF_MODULES.__contains__)
         self.changing: Sequence[torch.Tensor] = self.buffers.tensors
-        held = []
-        for adam in self._adams:
-            for master, *moments in zip(adam.masters, adam.moments[::2], adam.moments[1::2], strict=True):
-                held += [master.data, *moments]
+        held = [tensor for adam in self._adams for tensor in adam.tensors]
         self.shard: Sequence[torch.Tensor] = [*merge_neighbours(held), *self.changing]
-        memory = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        memory += [b.grad_data for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
-        self._memory = {tensor.untyped_storage().data_ptr() for tensor in memory}
+        owned = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        owned += [b.grad_data for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+        self._memory = set(map(memory_of, owned))
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._memory or self.buffers.hold(tensor)
+        return memory_of(tensor) in self._memory or self.buffers.hold(tensor)
 
     def replicas(self) -> tuple[int, ...]:
         from megatron.core import parallel_state
@@ -210,7 +207,7 @@ def merge_neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     storages: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        storages.setdefault(memory_of(tensor), []).append(tensor)
     merged: list[torch.Tensor] = []
     for within in storages.values():
         end: object = None
@@ -247,14 +244,7 @@ def check_base(part: Any) -> None:
 
 
 def _adam_of(part: Any) -> AdamState:
-    """Return the Adam in one of `parts_of`. Raises: Unsupported, naming what of it cannot be protected."""
     refuse(part.config, [PRECISION])
     masters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
-    for parameter in masters:
-        if parameter.dtype != torch.float32:
-            raise Unsupported(
-                f"a main parameter is {parameter.dtype}",
-                "fp32 masters",
-                f"let the optimizer make them (bf16 or fp16 in its configuration), {REMEDY}",
-            )
-    return AdamState(part.optimizer, masters)
+    remedy = f"let the optimizer make them (bf16 or fp16 in its configuration), {REMEDY}"
+    return AdamState(part.optimizer, masters, remedy)
