@@ -41,13 +41,13 @@ def test_what_the_script_has_is_there_again_after_a_swap_and_partitioned_as_it_w
     part = torch.arange(4.0)
     context = Context(part, src_rank=0)
     (parameter,) = context.params
-    enter = zero3.Enter(CALLS, Context.enter, context)
+    enter = zero3.Enter(CALLS, "enter", Context.enter, context)
     enter.outcome(enter())
     parameter.mul_(2)
     free_param(parameter)  # a swap inside the body
     enter()
     assert torch.equal(parameter, torch.arange(4.0) * 2)
-    leave = zero3.Exit(CALLS, Context.exit, context, None, None, None)
+    leave = zero3.Exit(CALLS, "exit", Context.exit, context, None, None, None)
     leave()
     part.copy_(torch.arange(4.0))  # what it left is not believed
     enter(), leave()
@@ -61,12 +61,12 @@ def test_what_the_script_has_is_there_again_after_a_swap_and_partitioned_as_it_w
 @pytest.mark.parametrize("size", [3, codec.TENSOR_LIMIT_BYTES])
 def test_a_follower_has_small_parameters_and_nothing_like_numbers_of_large_ones(size):
     live, follower = Context(torch.ones(size)), Context(torch.zeros(size))
-    enter, skipped = (zero3.Enter(CALLS, Context.enter, one) for one in (live, follower))
+    enter, skipped = (zero3.Enter(CALLS, "enter", Context.enter, one) for one in (live, follower))
     skipped.skipped(codec.decode(codec.encode(enter.outcome(enter()))))
     (parameter,) = follower.params
     assert parameter.shape == (size,) and parameter.ds_status is ZeroParamStatus.AVAILABLE
     assert parameter.sum().item() == 3 if size == 3 else parameter.isnan().all()
-    zero3.Exit(CALLS, Context.exit, follower).skipped(None)
+    zero3.Exit(CALLS, "exit", Context.exit, follower).skipped(None)
     assert parameter.numel() == 0 and parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
 
 

@@ -38,7 +38,6 @@ MONITORED_STEPS_MAX = 16
 class EngineCalls(Nesting):
     """The calls of one process, and the state they share."""
 
-    is_training = False
     state: EngineState
     """Since training has begun."""
     loss: torch.Tensor | None = None
@@ -141,8 +140,13 @@ class EngineCall(Call):
     is_read = True
 
     def __init__(self, calls: EngineCalls, name: str, function: Function, /, *args: Any, **kwargs: Any) -> None:
-        super().__init__(name, self.kind, functools.partial(function, *args, **kwargs))
+        super().__init__(name, self.kind, function)
         self._calls = calls
+        self.bind(*args, **kwargs)
+
+    def bind(self, *args: Any, **kwargs: Any) -> None:
+        """Take what the script gives `function`."""
+        self.function = functools.partial(self.function, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._calls.inside():
@@ -152,12 +156,10 @@ class EngineCall(Call):
 class Step(EngineCall):
     """`engine.step`, and whatever else moves the engine's counters."""
 
-    def __init__(
-        self, calls: EngineCalls, name: str, original: Function, engine: Any, /, *args: Any, **kwargs: Any
-    ) -> None:
-        super().__init__(calls, name, original, engine, *args, **kwargs)
+    def bind(self, engine: Any, /, *args: Any, **kwargs: Any) -> None:
+        super().bind(engine, *args, **kwargs)
         managed = getattr(engine, "managed_gradient_accumulation", lambda: True)
-        if name == "engine.step" and (engine.is_gradient_accumulation_boundary() or not managed()):
+        if self.name == "engine.step" and (engine.is_gradient_accumulation_boundary() or not managed()):
             self.kind = CallKind.UPDATE
 
     def told(self, value: Any) -> Any:
@@ -178,19 +180,9 @@ class Step(EngineCall):
 class Batch(EngineCall):
     """A pipeline's `train_batch` or `eval_batch`: given an iterator to pull micro-batches from."""
 
-    def __init__(
-        self,
-        calls: EngineCalls,
-        name: str,
-        original: Function,
-        engine: Any,
-        /,
-        data_iter: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(calls, name, lambda data_iterator: original(engine, data_iterator, *args, **kwargs))
-        trains = name == "engine.train_batch"
+    def bind(self, engine: Any, /, data_iter: Any = None, *args: Any, **kwargs: Any) -> None:
+        run, trains = self.function, self.name == "engine.train_batch"
+        self.function = lambda data_iterator: run(engine, data_iterator, *args, **kwargs)
         self.kind = CallKind.STEP if trains else CallKind.FORWARD
         self.kwargs = {"data_iterator": engine.data_iterator if trains and data_iter is None else data_iter}
 
@@ -214,10 +206,8 @@ class Forward(EngineCall):
 
     kind = CallKind.FORWARD
 
-    def __init__(
-        self, calls: EngineCalls, name: str, original: Function, engine: Any, /, *args: Any, **kwargs: Any
-    ) -> None:
-        super().__init__(calls, name, original, engine)
+    def bind(self, engine: Any, /, *args: Any, **kwargs: Any) -> None:
+        super().bind(engine)
         self._engine, self._inputs = engine, outputs.inputs(args, kwargs)
         self._graph: Callable[[], Graph | None] = lambda: None
         # A redo would keep activations on the device, and the hooks' owner would wait for those of the first time.
@@ -257,17 +247,8 @@ class Backward(EngineCall):
     A loss that is an output of the engine's forward has no such part: the engine gets its own output, as without us.
     """
 
-    def __init__(
-        self,
-        calls: EngineCalls,
-        name: str,
-        original: Function,
-        engine: Any,
-        loss: torch.Tensor,
-        retain_graph: bool = False,
-        scale_wrt_gas: bool = True,
-    ) -> None:
-        super().__init__(calls, name, original, engine, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+    def bind(self, engine: Any, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
+        super().bind(engine, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         self._engine, self._retain_graph, self._scale_wrt_gas = engine, retain_graph, scale_wrt_gas
         self._loss: torch.Tensor | None = loss
         self._value: torch.Tensor | None = None

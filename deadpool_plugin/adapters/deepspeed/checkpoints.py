@@ -28,21 +28,22 @@ from .calls import EngineCall, EngineCalls
 
 def install(saves: Saves, calls: EngineCalls, engine_class: Any) -> None:
     """Wrap what saves and loads. Once, before the engine is built."""
-
-    def wrap(kind: type[EngineSave], *names: str) -> None:
+    for kind, *names in (
+        (CheckpointSave, "save_checkpoint"),
+        (WeightsSave, "save_16bit_model", "save_fp16_model"),
+        (Gathering, "_zero3_consolidated_16bit_state_dict", "_consolidated_16bit_state_dict"),  # accelerate calls them
+    ):
+        make = functools.partial(kind, calls)
         for name in names:
-            if hasattr(engine_class, name):
-                make = functools.partial(kind, calls)
-                setattr(engine_class, name, saves.wrapped(getattr(engine_class, name), make, lambda: calls.busy))
-
-    wrap(CheckpointSave, "save_checkpoint")
-    wrap(WeightsSave, "save_16bit_model", "save_fp16_model")
-    wrap(Gathering, "_zero3_consolidated_16bit_state_dict", "_consolidated_16bit_state_dict")  # accelerate calls them
+            setattr(engine_class, name, saves.wrapped(getattr(engine_class, name), make, lambda: calls.busy))
     install_loading(calls, engine_class)
 
 
 class EngineSave(SaveCall):
-    """A method of the engine that gathers weights, or saves."""
+    """A method of the engine that gathers weights, or saves them to `path`."""
+
+    path, whole = "", False
+    """`whole`: a job can go on from there."""
 
     def __init__(
         self, calls: EngineCalls, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -52,21 +53,21 @@ class EngineSave(SaveCall):
         self._calls, self._engine = calls, args[0]
 
     def __call__(self) -> Any:
-        with self._calls.inside():
-            return super().__call__()
+        began = time.monotonic()
+        with self._calls.inside(), _saving_beside():
+            value = self.write()
+        if self.path:
+            self._saves.written(self.path, began, whole=self.whole)
+        return value
 
 
 class WeightsSave(EngineSave):
     """The model's weights alone, by the ranks that have them."""
 
-    def __call__(self) -> Any:
-        began = time.monotonic()
-        with _saving_beside():
-            value = super().__call__()
+    def write(self) -> Any:
         name = self.kwargs.get("save_filename")
-        path = os.path.join(str(self.kwargs["save_dir"]), "pytorch_model.bin" if name is None else str(name))
-        self._saves.written(path, began, whole=False)
-        return value
+        self.path = os.path.join(str(self.kwargs["save_dir"]), "pytorch_model.bin" if name is None else str(name))
+        return super().write()
 
 
 class CheckpointSave(EngineSave):
@@ -75,25 +76,25 @@ class CheckpointSave(EngineSave):
     Checkpoints on each host's own storage have the name alone in common.
     """
 
+    whole = True
+
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         tag = self.kwargs.get("tag")
         self._tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
 
-    def __call__(self) -> Any:
-        began, folders, arguments = time.monotonic(), self._saves.folders, self.kwargs
-        with self._calls.inside(), _saving_beside():
-            folder = str(arguments["save_dir"])
-            if not self._engine.use_node_local_storage() and (agreed := folders.one_folder(folder)) != folder:
-                arguments["save_dir"] = folder = agreed
-            arguments["tag"] = self._tag = folders.one_tag(folder, self._tag)
-            # DeepSpeed's rank 0 names the newest checkpoint when its own part is written, whatever the others have.
-            value = self.function(**{**arguments, "save_latest": False})  # it ends with a barrier
-            if arguments.get("save_latest", True):
-                if dist.get_rank() == 0:
-                    write_beside(Path(folder, "latest"), lambda file: file.write_text(self._tag))
-                dist.barrier()
-        self._saves.written(os.path.join(folder, self._tag), began, whole=True)
+    def write(self) -> Any:
+        folders, arguments, folder = self._saves.folders, self.kwargs, str(self.kwargs["save_dir"])
+        if not self._engine.use_node_local_storage() and (agreed := folders.one_folder(folder)) != folder:
+            arguments["save_dir"] = folder = agreed
+        arguments["tag"] = self._tag = folders.one_tag(folder, self._tag)
+        # DeepSpeed's rank 0 names the newest checkpoint when its own part is written, whatever the others have.
+        value = self.function(**{**arguments, "save_latest": False})  # it ends with a barrier
+        if arguments.get("save_latest", True):
+            if dist.get_rank() == 0:
+                write_beside(Path(folder, "latest"), lambda file: file.write_text(self._tag))
+            dist.barrier()
+        self.path = os.path.join(folder, self._tag)
         return value
 
 

@@ -22,13 +22,13 @@ def install(calls: EngineCalls) -> None:
     """Wrap and refuse. Once, before the engine is built."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    def gathering(kind: type[Enter | Exit], original: Function, context: Any, *exc: Any) -> Any:
+    def gathering(kind: type[EngineCall], name: str, original: Function, context: Any, *exc: Any) -> Any:
         if calls.busy or not calls.is_training or not context.enabled:
             return original(context, *exc)
-        return calls.handler(kind(calls, original, context, *exc))
+        return calls.handler(kind(calls, f"GatheredParameters.{name}", original, context, *exc))
 
-    for kind in (Enter, Exit):
-        in_place_of(GatheredParameters, kind.method)(functools.partial(gathering, kind))
+    for name, kind in (("__enter__", Enter), ("__exit__", Exit)):
+        in_place_of(GatheredParameters, name)(functools.partial(gathering, kind, name))
     refuse_parts(calls)
     refuse_taking_hooks(calls)
 
@@ -78,10 +78,8 @@ class Enter(EngineCall):
     Followers are told small parameters. Larger ones are NaN there: enough for a save, and never taken for numbers.
     """
 
-    method = "__enter__"
-
-    def __init__(self, calls: EngineCalls, original: Function, context: Any) -> None:
-        super().__init__(calls, f"GatheredParameters.{self.method}", original, context)
+    def bind(self, context: Any) -> None:
+        super().bind(context)
         self._parameters = context.params
         self.held: list[torch.Tensor] = []
         """Parameters as the script has them while it is inside, with its changes in place."""
@@ -110,10 +108,8 @@ class Enter(EngineCall):
 class Exit(EngineCall):
     """The parameters are partitioned again, with the body's changes where the context has a `modifier_rank`."""
 
-    method = "__exit__"
-
-    def __init__(self, calls: EngineCalls, original: Function, context: Any, *exc: Any) -> None:
-        super().__init__(calls, f"GatheredParameters.{self.method}", original, context)
+    def bind(self, context: Any, *exc: Any) -> None:
+        super().bind(context)
         self._exc, self._parameters = exc, context.params
         self._enter: Enter | None = vars(context).pop("deadpool_enter", None)
         parts = [] if context.src_rank is None else [parameter.ds_tensor for parameter in self._parameters]
