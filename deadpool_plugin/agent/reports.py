@@ -39,7 +39,7 @@ class Reports:
         self.hosts: dict[NodeId, str] = {}
         """The host names of all nodes that were ever known, which stand beside their numbers on the terminal."""
         self._log, self._log_bytes = writer.open(events.log_of(output_dir, node)), 0
-        self.follows_another_job = writer.size(self._log) > 0
+        self.follows_another_job = self._log.tell() > 0
         self._recent = Ring(writer, events.recent_of(output_dir, node), RECENT_BYTES)
         self._newest_step = {True: (-1, -1), False: (-1, -1)}
         self.generation: Generation = 0

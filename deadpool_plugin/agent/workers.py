@@ -13,14 +13,13 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable
-from io import FileIO
 from typing import TypeVar
 
 from .. import events
 from ..core import api, local
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import EXIT_OK, invariant, present, shell_code
-from ..host.output import READ_S, Printed, Repeats, printed_since, rank_file
+from ..host.output import READ_S, LogFile, Printed, Repeats, printed_since, rank_file
 from ..host.proc import described_exit
 from ..transport.tasks import Tasks
 from ..transport.unix import LocalPeer, close_descriptors
@@ -389,12 +388,12 @@ class Workers:
         path = self._output_dir / "rehearsals" / f"rank{process.rank:04d}.{process.pid}.txt"
 
         async def begin() -> None:
-            file = await self._in_time(lambda: self._node.host.output.file(path))
+            file = await self._in_time(lambda: self._node.host.output.open(path))
             pipe.assign(path, False, file, late=file is None)
 
         self._opening.start(begin())
 
-    def _name_output(self, slot: Slot, file: FileIO | None = None, late: bool = False) -> None:
+    def _name_output(self, slot: Slot, file: LogFile | None = None, late: bool = False) -> None:
         if slot.pipe is None:
             return
         if slot.rank >= 0:
@@ -414,11 +413,11 @@ class Workers:
         for pipe in pipes.values():
             pipe.close()
 
-    async def output_of(self, rank: Rank, step: Step) -> tuple[FileIO | None, Printed]:
+    async def output_of(self, rank: Rank, step: Step) -> tuple[LogFile | None, Printed]:
         """Look up what `take` needs, as far as the file system, which may hang with a lost host, says it in time."""
         node, path = self._node, rank_file(self._output_dir, rank, self._node.id)
         file, printed = await asyncio.gather(
-            self._in_time(lambda: node.host.output.file(path)),
+            self._in_time(lambda: node.host.output.open(path)),
             self._in_time(lambda: printed_since(self._output_dir, node.credentials.job, rank, step)),
         )
         return file, printed or {}
@@ -429,7 +428,7 @@ class Workers:
                 return await self._node.host.at_files(look)
         return None
 
-    def take(self, slot: Slot, file: FileIO | None, printed: Printed, step: Step) -> None:
+    def take(self, slot: Slot, file: LogFile | None, printed: Printed, step: Step) -> None:
         """Have the slot's process, which rehearsed its rank, run it from `step` on, and print nothing again."""
         process = present(slot.living, f"nothing runs rank {slot.rank}")
         invariant(process.rank == slot.rank, f"rank {process.rank} is run in the place of rank {slot.rank}")

@@ -20,16 +20,16 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from io import FileIO
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
 import msgspec
 
-from .. import events
 from ..core.types import NO_STEP, NodeId, Rank, Step
 
 Printed = dict[Step, Counter[bytes]]
@@ -42,7 +42,6 @@ LOOK_EVERY_S = 10.0
 """Between two looks whether a file that is written to is still there."""
 READ_S = 1.0
 """How long a take-over waits for the file system."""
-CUTS = (events.StepDone.__name__, events.WorkerResumed.__name__)
 CUTS_BYTES = 1 << 16
 """Size of each of the two files of cuts: about 900 cuts. A takeover needs those of the last two steps."""
 _CLOSE_S = 2.0
@@ -64,16 +63,23 @@ def rank_file(output_dir: Path, rank: Rank, node: NodeId) -> Path:
     return output_dir / f"rank{rank:04d}.node{node}.log"
 
 
+class LogFile(FileIO):
+    """What a lane writes to. It is closed when nobody has it any more."""
+
+    broken = False
+    """Its reader is gone, and does not come back."""
+    cut = False
+    """It ends within a line."""
+    looked_at = -math.inf
+
+
 class Lane:
-    """Writes to descriptors, in order, on a thread of its own. Thread: any."""
+    """Writes to files, in order, on a thread of its own. Thread: any."""
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._queued_bytes = 0
-        self._broken: set[int] = set()
-        self._cut: set[int] = set()
-        self._dropped_bytes = 0
+        self._queued_bytes = self._dropped_bytes = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -87,8 +93,8 @@ class Lane:
     def _not_kept(self, why: str) -> None:
         """Take note that something was dropped. Thread: any."""
 
-    def write(self, fd: int, data: bytes) -> None:
-        """Queue `data` for `fd`; dropped if too much is queued. Blocks: never."""
+    def write(self, file: LogFile, data: bytes) -> None:
+        """Queue `data` for `file`; dropped if too much is queued. Blocks: never."""
         if not data:
             return
         with self._lock:
@@ -96,34 +102,27 @@ class Lane:
             if fits:
                 self._queued_bytes += len(data)
         if fits:
-            self._queue.put(lambda: self._write(fd, data))
+            self._queue.put(lambda: self._write(file, data))
         else:
             self._drop(len(data), f"more than {QUEUE_BYTES_MAX >> 20} MiB wait to be written")
 
-    def _write(self, fd: int, data: bytes) -> None:
+    def _write(self, file: LogFile, data: bytes) -> None:
+        view, begun = memoryview(b"\n" + data if file.cut else data), False
         try:
-            if fd not in self._broken:
-                self._put(fd, data)
-        finally:
-            with self._lock:
-                self._queued_bytes -= len(data)
-
-    def _put(self, fd: int, data: bytes) -> None:
-        # A pipe's reader does not come back; a disk that is full may have room later, for a line of its own.
-        view = memoryview(b"\n" + data if fd in self._cut else data)
-        begun = False
-        while view:
-            try:
-                view = view[os.write(fd, view) :]
-            except OSError as error:
-                self._drop(len(view), error.strerror or str(error))
-                if error.errno == errno.EPIPE:
-                    self._broken.add(fd)
-                elif begun:
-                    self._cut.add(fd)
-                return
-            begun = True
-        self._cut.discard(fd)
+            while view and not file.broken:
+                view = view[os.write(file.fileno(), view) :]
+                begun = True
+            file.cut = False
+        except OSError as error:  # a disk that is full may have room later, for a line of its own
+            file.broken, file.cut = error.errno == errno.EPIPE, file.cut or begun
+            self._drop(len(view), error.strerror or str(error))
+        with self._lock:
+            self._queued_bytes -= len(data)
+        now = time.monotonic()
+        if now - file.looked_at >= LOOK_EVERY_S:
+            file.looked_at = now
+            if not os.fstat(file.fileno()).st_nlink:  # writing to it succeeds, and nobody can read it
+                self._drop(len(data), "a file was removed that is still written to")
 
     def _drop(self, size: int, why: str) -> None:
         self._dropped_bytes += size
@@ -140,64 +139,42 @@ class Writer(Lane):
 
     def __init__(self, launcher: int = 1) -> None:
         super().__init__("deadpool-files")
-        self._pipe, self._launcher = launcher, Lane("deadpool-launcher")
+        self._pipe, self._launcher = LogFile(launcher, "w", closefd=False), Lane("deadpool-launcher")
+        self._pipe.looked_at = math.inf  # what becomes of it is not ours
         self._said_at = -math.inf
-        self._looked_at: dict[int, float] = {}
 
     @property
     def dropped_bytes(self) -> int:
         return self._dropped_bytes + self._launcher._dropped_bytes
 
-    def open(self, path: Path) -> int:
-        """Open a file to append to; return the descriptor to `write` to. Raises: OSError."""
+    def open(self, path: Path) -> LogFile:
+        """Open a file to append to, made with its folder. Blocks: for the file system. Raises: OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        return LogFile(path, "a", opener=lambda name, flags: os.open(name, flags, 0o644))
 
-    def size(self, fd: int) -> int:
-        return os.fstat(fd).st_size
-
-    def file(self, path: Path) -> FileIO:
-        """Open as `open` does; the descriptor is closed when nobody has it any more. Raises: OSError."""
-        return FileIO(self.open(path), "a")
-
-    def open_later(self, path: Path) -> int:
-        """Open it later, on the thread that writes; if that fails, the terminal has the reason. Blocks: never."""
-        fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    def open_later(self, path: Path) -> LogFile:
+        """Open it on the thread that writes; if that fails, the terminal has the reason. Blocks: never."""
+        file = LogFile(os.devnull, "a")
 
         def work() -> None:
-            opened = self.open(path)
-            os.dup2(opened, fd, inheritable=False)
-            os.close(opened)
+            with self.open(path) as opened:
+                os.dup2(opened.fileno(), file.fileno(), inheritable=False)
 
         self._queue.put(work)
-        return fd
+        return file
 
-    def _put(self, fd: int, data: bytes) -> None:
-        super()._put(fd, data)
-        now = time.monotonic()
-        if now - self._looked_at.get(fd, -math.inf) >= LOOK_EVERY_S:
-            self._looked_at[fd] = now
-            if not os.fstat(fd).st_nlink:  # writing to it succeeds, and nobody can read it
-                self._drop(len(data), "a file was removed that is still written to")
-
-    def empty(self, fd: int) -> None:
-        """Make the file `fd`, of `open`, empty once what is queued for it has been written. Blocks: never."""
+    def empty(self, file: LogFile) -> None:
+        """Make `file` empty once what is queued for it has been written. Blocks: never."""
 
         def work() -> None:
-            os.ftruncate(fd, 0)
-            self._cut.discard(fd)
+            file.truncate(0)
+            file.cut = False
 
         self._queue.put(work)
 
-    def release(self, fd: int) -> None:
-        """Close `fd`, of `open`, once what is queued for it has been written."""
-
-        def work() -> None:
-            self._cut.discard(fd)
-            self._looked_at.pop(fd, None)
-            os.close(fd)  # a shared file system may say only now that what was written is not kept
-
-        self._queue.put(work)
+    def release(self, file: LogFile) -> None:
+        """Close `file` once what is queued for it has been written."""
+        self._queue.put(file.close)  # a shared file system may say only now that what was written is not kept
 
     def forward(self, data: bytes) -> None:
         self._launcher.write(self._pipe, data)
@@ -225,18 +202,18 @@ class Ring:
 
     def __init__(self, writer: Writer, paths: tuple[Path, Path], bytes_max: int) -> None:
         self._writer, self._bytes_max, self._size = writer, bytes_max, 0
-        self._fds = [writer.open(path) for path in paths]
-        for fd in self._fds:  # what is in them is of an earlier job
-            writer.empty(fd)
+        self._files = [writer.open(path) for path in paths]
+        for file in self._files:  # what is in them is of an earlier job
+            writer.empty(file)
 
     def write(self, data: bytes) -> None:
         """Append `data`, whole lines. Blocks: never."""
         if self._size + len(data) > self._bytes_max:
-            self._fds.reverse()
-            self._writer.empty(self._fds[0])
+            self._files.reverse()
+            self._writer.empty(self._files[0])
             self._size = 0
         self._size += len(data)
-        self._writer.write(self._fds[0], data)
+        self._writer.write(self._files[0], data)
 
 
 class LineBuffer:
@@ -295,21 +272,21 @@ class Pipe:
     def __init__(self, fd: int, writer: Writer) -> None:
         os.set_blocking(fd, False)
         self._fd, self._writer = fd, writer
-        self._file = -1
         self._path: Path | None = None
+        self._file: LogFile | None = None
         self._file_bytes: int | None = 0
-        self.repeats = Repeats({}, NO_STEP)
-        """The lines that a lost process has printed already."""
         self._forward = False
         self._lines = LineBuffer()
         self._loop = asyncio.get_running_loop()
+        self.repeats = Repeats({}, NO_STEP)
+        """The lines that a lost process has printed already."""
         self.ended = asyncio.Event()
 
     @property
     def assigned(self) -> bool:
         return self._path is not None
 
-    def assign(self, path: Path, forward: bool, file: FileIO | None = None, late: bool = False) -> None:
+    def assign(self, path: Path, forward: bool, file: LogFile | None = None, late: bool = False) -> None:
         """Write into `path` from now on; `forward` to our own standard output too.
 
         Args: file: `path`, opened already. late: it could not be opened in time; the thread that writes opens it.
@@ -317,69 +294,58 @@ class Pipe:
         """
         if self.ended.is_set() or path == self._path:
             return
-        if self.assigned:
-            self._release()
-        else:
+        if self._path is None:
             self._loop.add_reader(self._fd, self._read)
-        self._path, self._forward = path, forward
+        self._release()
+        self._path, self._forward, self._file_bytes = path, forward, None if late else 0
         try:
-            if late:
-                self._file, self._file_bytes = self._writer.open_later(path), None
-            else:
-                self._file = self._writer.open(path) if file is None else os.dup(file.fileno())
-                self._file_bytes = os.fstat(self._file).st_size
+            self._file = self._writer.open_later(path) if late else file or self._writer.open(path)
+            if not late:
+                self._file_bytes = self._file.tell()
         except OSError as error:  # what is printed is not worth a node
-            self._file_bytes = 0
             self._writer.forward(f"[deadpool] cannot write {path}, its output is lost: {error.strerror}\n".encode())
 
     def _release(self) -> None:
-        if self._file >= 0:
+        if self._file is not None:
             self._writer.release(self._file)
-            self._file = -1
+            self._file = None
 
     def cut(self, step: Step) -> int | None:
         """Return how much is in the file at the cut of `step`, before which the process flushed. None if the file was
         opened late, so that it is not known."""
-        if self.assigned and not self.ended.is_set():
-            self._read()  # takes all that is in a pipe (64 KiB at most)
+        self._read()  # takes all that is in a pipe (64 KiB at most)
         self.repeats.reached(step)
         return self._file_bytes
 
     def _read(self) -> None:
-        try:
-            data = os.read(self._fd, _READ_BYTES)
-        except BlockingIOError:
+        if self._path is None or self.ended.is_set():
             return
-        if data:
-            self._put(self.repeats.without(data))
-        else:
-            self.close()
+        with contextlib.suppress(BlockingIOError):
+            if data := os.read(self._fd, _READ_BYTES):
+                self._put(self.repeats.without(data), self._forward)
+            else:
+                self.close()
 
     def note(self, line: str) -> None:
         """Write `line` behind what the process has printed, into its file only."""
-        if self._file >= 0 and not self.ended.is_set():
-            self._read()
-        self._file_put(f"[deadpool] {line}\n".encode())
+        self._read()
+        self._put(f"[deadpool] {line}\n".encode(), False)
 
-    def _put(self, data: bytes) -> None:
-        self._file_put(data)
-        if self._forward:
-            self._writer.forward(self._lines.feed(data))
-
-    def _file_put(self, data: bytes) -> None:
+    def _put(self, data: bytes, forward: bool) -> None:
         if self._file_bytes is not None:
             self._file_bytes += len(data)
-        if self._file >= 0:
+        if self._file is not None:
             self._writer.write(self._file, data)
+        if forward:
+            self._writer.forward(self._lines.feed(data))
 
     def close(self) -> None:
         if not self.ended.is_set():
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self.ended.set()
-            self._put(self.repeats.flush())
-            if self._forward:
-                self._writer.forward(self._lines.flush())
+            self._put(self.repeats.flush(), self._forward)
+            self._writer.forward(self._lines.flush())
             self._release()
 
 
@@ -398,12 +364,14 @@ def cuts_of(folder: Path, node: int | str) -> tuple[Path, Path]:
 
 def printed_since(output_dir: Path, job: str, rank: Rank, step: Step) -> Printed:
     """Read what processes of `rank` printed after the cut of `step`, on any node of `job`. Blocks: for the files."""
-    found: Printed = {}
+    found: Printed = defaultdict(Counter)
     for path in sorted(output_dir.glob(f"rank{rank:04d}.node*.log")):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
             cuts = _cuts(cuts_of(output_dir, path.name.split(".")[1].removeprefix("node")), job, rank, step)
-            for (cut, begin), end in zip(cuts.items(), [*list(cuts.values())[1:], None], strict=False):
-                found[cut] = found.get(cut, Counter()) + _words(path, begin, end)
+            for (cut, begin), (_, end) in pairwise([*cuts.items(), (NO_STEP, sys.maxsize)]):
+                file.seek(begin)
+                lines = file.read(min(end - begin, LINE_BYTES_MAX)).splitlines(keepends=True)
+                found[cut] += Counter(words(line) for line in lines if line.endswith(b"\n"))
     return found
 
 
@@ -418,13 +386,6 @@ def _cuts(files: tuple[Path, Path], job: str, rank: Rank, step: Step) -> dict[St
         if (cut.job, cut.rank) == (job, rank) and cut.step >= step:
             first.setdefault(cut.step, cut.output)
     return first
-
-
-def _words(path: Path, begin: int, end: int | None) -> Counter[bytes]:
-    with open(path, "rb") as file:
-        file.seek(begin)
-        text = file.read(LINE_BYTES_MAX if end is None else min(end - begin, LINE_BYTES_MAX))
-    return Counter(words(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n"))
 
 
 def words(line: bytes) -> bytes:
@@ -443,7 +404,7 @@ class Cuts:
 
     def heard(self, pipe: Pipe | None, kind: str, fields: dict[str, Any]) -> None:
         """Take in a worker's event, which may be that of a cut; `pipe` is its output's."""
-        if pipe is not None and kind in CUTS:
+        if pipe is not None and kind in ("StepDone", "WorkerResumed"):
             rank, step = int(fields["rank"]), int(fields["step"])
             if (printed := pipe.cut(step)) is not None:
                 self._files.write(msgspec.json.encode(Cut(self._job(), rank, step, printed)) + b"\n")

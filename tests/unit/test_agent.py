@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from io import FileIO
 
 import pytest
 from support.hosts import local_node
@@ -26,7 +27,7 @@ from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.interfaces import address_of, addresses_here
-from deadpool_plugin.host.output import LINE_BYTES_MAX, Lane, LineBuffer, Pipe, Writer
+from deadpool_plugin.host.output import LINE_BYTES_MAX, Lane, LineBuffer, LogFile, Pipe, Writer
 from deadpool_plugin.host.proc import Processes, described_exit
 from deadpool_plugin.transport.rendezvous import Hello
 
@@ -114,16 +115,14 @@ def test_a_broken_pipe_ends_forwarding_only(tmp_path):
 
 def test_a_file_that_cannot_be_closed_well_costs_no_other(tmp_path, monkeypatch, capfd):
     """A shared file system may say only then that it is full."""
-    close = os.close
     writer = Writer()
     bad, good = writer.open(tmp_path / "bad"), writer.open(tmp_path / "good")
 
-    def close_or_say(fd):
-        close(fd)
-        if fd == bad:
-            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+    def close():
+        FileIO.close(bad)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr(os, "close", close_or_say)
+    monkeypatch.setattr(bad, "close", close)
     writer.release(bad)
     writer.write(good, b"kept")
     writer.close()
@@ -170,7 +169,7 @@ def test_a_full_disk_is_said_at_once_but_not_again_and_again(monkeypatch, every_
     monkeypatch.setattr("deadpool_plugin.host.output.SAID_EVERY_S", every_s)
     heard, said = os.pipe()
     writer = Writer(said)
-    full = os.open("/dev/full", os.O_WRONLY)
+    full = LogFile("/dev/full", "w")
     for _ in range(3):
         writer.write(full, b"a line\n")
     writer.close()
@@ -179,7 +178,7 @@ def test_a_full_disk_is_said_at_once_but_not_again_and_again(monkeypatch, every_
     assert [word.startswith(expected + "training goes on; ") for word in words] == [
         True
     ] * times and writer.dropped_bytes == 21
-    for fd in (heard, said, full):
+    for fd in (heard, said):
         os.close(fd)
 
 
@@ -188,12 +187,12 @@ def test_that_output_dir_was_removed_is_said_once(tmp_path):
     writer = Writer(said)
     removed = [writer.open(tmp_path / "logs" / name) for name in ("one", "other")]
     shutil.rmtree(tmp_path / "logs")
-    for fd in removed:
-        writer.write(fd, b"a line\n")
+    for file in removed:
+        writer.write(file, b"a line\n")
     writer.close()
     (words,) = os.read(heard, 1 << 12).decode().splitlines()
     assert "cannot write everything to output_dir: a file was removed" in words and writer.dropped_bytes == 14
-    for fd in (heard, said, *removed):
+    for fd in (heard, said):
         os.close(fd)
 
 

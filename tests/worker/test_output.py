@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.stand_in import fake
 
-from deadpool_plugin.host.output import Pipe, Writer
+from deadpool_plugin.host.output import LogFile, Pipe, Writer
 from deadpool_plugin.worker import saving
 from deadpool_plugin.worker.mute import Mute
 
@@ -61,7 +61,7 @@ def is_not_there():
 
 
 @pytest.mark.parametrize("script", [PRINTS, TEES], ids=["streams", "a_stream_of_its_own"])
-@pytest.mark.parametrize("opened", [lambda: os.open("/dev/full", os.O_WRONLY), is_not_there], ids=["full", "read_only"])
+@pytest.mark.parametrize("opened", [lambda: LogFile("/dev/full", "w"), is_not_there], ids=["full", "read_only"])
 def test_no_disk_hinders_what_a_rehearsal_prints_and_its_own_reason_is_heard(tmp_path, script, opened):
     (tmp_path / "s.py").write_text(script + FAILS)
     ran, said = asyncio.run(rehearse(tmp_path, opened))
