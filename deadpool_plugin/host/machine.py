@@ -30,18 +30,17 @@ from ..transport.unix import LocalPeer, LocalServer
 from . import files, proc
 from .files import SharedFolder
 from .output import Pipe, Writer
-from .proc import Processes
-from .spawning import reset_affinity
+from .proc import Processes, reset_affinity
 
 T = TypeVar("T")
 _BULK_THREADS = 16
 
 
 class BulkTransfers:
-    """Transfers between the stores of this node and of others.
+    """Transfers between the stores of this node and of others, over connections that are made when they are needed.
 
-    What waits for another node raises TransportError if it does not answer, RefusedByPeer if it says no. Nothing is
-    tried again. Every connection is made when it is first needed. The server listens at `bind_host`.
+    What waits for another node raises TransportError if it does not answer, RefusedByPeer if it says no; nothing is
+    tried again.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class BulkTransfers:
     def serve(
         self, on_mirrored: Callable[[Rank, Step, Generation, Holding], None], on_refused: Callable[[PeerRefused], None]
     ) -> Port:
-        """Let other nodes mirror and ask here, at the port that is returned. Raises: ConfigError.
+        """Let other nodes mirror and ask here; return the port. Raises: ConfigError.
 
         `on_mirrored` is called for each snapshot that has arrived whole, before its sender is told.
         """
@@ -125,10 +124,8 @@ class BulkTransfers:
 class Machine:
     """This host, for the agent of one node; made by the process's main thread.
 
-    Args:
-        where: the interface to listen on ("" for all), and the address by which others reach this node.
-        listener: the listening Unix socket supervisors and workers connect to.
-        job_tag: what the environment tags of this node's workers begin with.
+    Args: where: the interface to listen on ("" for all), and the address by which others reach this node. listener:
+    the Unix socket of supervisors and workers. job_tag: what the environment tags of this node's workers begin with.
     """
 
     def __init__(
@@ -145,7 +142,7 @@ class Machine:
         self._node, self._config, self._listener, self._job_tag = node, config, listener, job_tag
         self.name, self.where = os.uname().nodename, where
         self.output = Writer()
-        self.processes = Processes(job_tag, config.silent_after_s)
+        self.processes = Processes(job_tag, config.patience_s)
         self.processes.start()
         self.store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
         self.bulk = BulkTransfers(node, credentials, self.store, where[0], config)

@@ -1,7 +1,7 @@
-"""Processes of this host: facts about them from /proc, and those of one node watched, paused and ended.
+"""Processes of this host: started and ended, looked at in /proc, and those of one node watched and paused.
 
-Rules of this file: a process that has gone is an answer, not an error. The watch says what it saw, once per process;
-what it means is decided elsewhere.
+Rules of this file: a process that has gone is an answer, not an error. Spawn from the main thread only: a parent-death
+signal fires when the *thread* that forked ends.
 Source: proc_pid_stat(5); PF_EXITING shows 1.5-5 ms after SIGKILL, while a pidfd or an end of file come only after
 the memory is torn down (about 100 ms per GiB). It shows only after a core dump, PF_SIGNALED before it; a main thread
 that has that does not go back to its program (kernel/signal.c, get_signal).
@@ -15,18 +15,26 @@ import errno
 import logging
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from ..transport.linux import await_end, die_with_parent, libc, pidfd_open
+
 T = TypeVar("T")
+Program = Sequence[str] | Callable[[], object]
+"""The program of a child: a command line, or (tests, from a process that has imported everything once) a function."""
 PF_EXITING = 0x4
 PF_SIGNALED = 0x400
 PF_KTHREAD = 0x200000
+OOM_SCORE_ADJ_MAX = "1000"
 ROUNDS_MAX = 10
 EXEC_LOOKS_MAX = 500
 """A number, not a time: where the CPUs are busy this process looks less often, too."""
@@ -34,22 +42,116 @@ EXEC_POLL_S = 0.001
 POLL_S = 0.03
 TAG = "DEADPOOL_TAG"
 """Environment variable every worker is started with: "<launcher pid>.<its start time>.<local rank>."."""
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_MPOL_DEFAULT = 0
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _log = logging.getLogger(__name__)
 
 
-class SpareDescriptor:
-    """A descriptor that is given up for a moment where there is no other one to look at /proc with.
+# ---- starting and ending
 
-    Without it a process with too many open files is blind: it would take a living process for one that it cannot see.
+
+def ending_signals() -> list[signal.Signals]:
+    """List the signals that end a process from outside; SIGHUP is not among them where it is ignored (nohup)."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT] + ([] if ignored else [signal.SIGHUP])
+
+
+def spawn(
+    program: Program, env: Mapping[str, str], death_signal: int, output: int | None = None, pass_fds: Sequence[int] = ()
+) -> int:
+    """Start `program` as a child that gets `death_signal` when we end; return its pid.
+
+    Args: output: descriptor for its standard output and error; None: ours. pass_fds: those it keeps as they are.
     """
+    me = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in ending_signals():
+            signal.signal(number, signal.SIG_DFL)
+        die_with_parent(death_signal, me)
+        if output is not None:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+        for fd in pass_fds:
+            os.set_inheritable(fd, True)
+        if callable(program):
+            os.environ.clear()
+            os.environ.update(env)
+            program()
+            os._exit(0)
+        os.execvpe(program[0], list(program), dict(env))
+    except OSError as error:
+        os.write(2, f"[deadpool] cannot start {program}: {error}\n".encode())
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(127)
+
+
+def be_the_first_to_go() -> None:
+    """Let the kernel, when memory is short, end this process or what it will fork before any other."""
+    # An agent whose arenas count as its own would come first, and with it a whole node goes.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ_MAX)
+
+
+def reset_affinity() -> None:
+    """Let this process run on any CPU, and take memory where it runs. Thread: the main one, before there are others."""
+    # The supervisor of local rank 0, which starts the agent, is bound by `deepspeed --bind_cores_to_rank` to some CPUs
+    # and, by numactl, to the memory beside them: neither is meant for what serves all ranks of the host.
+    with contextlib.suppress(OSError):  # a cgroup may allow fewer
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    number = _SET_MEMPOLICY.get(os.uname().machine)
+    if number is not None:
+        libc.syscall(number, _MPOL_DEFAULT, None, 0)
+
+
+def reaped() -> Iterator[tuple[int, int]]:
+    """Reap every child that has ended: its pid, and its exit code as in subprocess."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended[0], os.waitstatus_to_exitcode(ended[1])
+
+
+def end_children(within_s: float) -> None:
+    """SIGKILL every child, and theirs as they become ours, and wait for their ends.
+
+    Raises: TimeoutError, which names one that had not ended within `within_s`.
+    """
+    deadline = time.monotonic() + within_s
+    while found := children(os.getpid()):
+        _signal(found, signal.SIGKILL)  # a thread may have waited for its own meanwhile
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                pidfd = pidfd_open(pid)
+                try:
+                    if not await_end(pidfd, deadline - time.monotonic()):
+                        state = status.state if (status := look(pid)) else "X"
+                        raise TimeoutError(f"process {pid} was killed and does not end (state {state})")
+                finally:
+                    os.close(pidfd)
+                os.waitpid(pid, 0)
+
+
+# ---- looking
+
+
+class SpareDescriptor:
+    """A descriptor that is given up for a moment where there is no other one to look at /proc with."""
+
+    # Without it a process with too many open files is blind: it would take a living process for one that has gone.
 
     def __init__(self) -> None:
         self._fd = -1
         self._lock = threading.RLock()
 
     def keep(self) -> None:
-        """Have one from now on. Raises: OSError."""
         if self._fd < 0:
             self._fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -83,25 +185,20 @@ def _read(path: str) -> bytes:
 
 
 def _stat(pid: int, folder: str = "/proc") -> list[bytes]:
-    """Read the fields of proc_pid_stat(5) from the third on. Raises: OSError if there is no such process."""
+    """Read the fields of proc_pid_stat(5) from the third on."""
     return _read(f"{folder}/{pid}/stat").rpartition(b") ")[2].split()
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """One look at a process. `wait_status`: as from waitpid once it is `ending`; 0 may mean not known yet."""
+    """One look at a process. `exit_code`: as in subprocess once it is `ending`; None if not known (yet), never 0."""
 
     state: str
-    ending: bool
-    wait_status: int
+    ending: bool = False
+    exit_code: int | None = None
 
     @property
     def stopped(self) -> bool:
         return self.state in "Tt"
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code as in subprocess, None if it is not known (yet); never 0."""
-        return os.waitstatus_to_exitcode(self.wait_status) if self.ending and self.wait_status else None
 
 
 def look(pid: int, folder: str = "/proc") -> ProcessStatus | None:
@@ -112,13 +209,13 @@ def look(pid: int, folder: str = "/proc") -> ProcessStatus | None:
         return None
     state, flags = fields[0].decode(), int(fields[6])
     if state not in "ZX" and not flags & (PF_EXITING | PF_SIGNALED):
-        return ProcessStatus(state, False, 0)
+        return ProcessStatus(state)
     status = int(fields[49])
     if not status and flags & PF_SIGNALED:  # else 0 may be the code by which a thread of the process has ended it
         with contextlib.suppress(OSError):
             if b"\nCoreDumping:\t1\n" in _read(f"{folder}/{pid}/status"):
                 status = int(signal.SIGSEGV)  # or one like it: older kernels say which only when the dump is written
-    return ProcessStatus(state, True, status)
+    return ProcessStatus(state, True, os.waitstatus_to_exitcode(status) if status else None)
 
 
 def catches(pid: int, number: int) -> bool:
@@ -131,7 +228,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def start_time(pid: int) -> int:
-    """Read when `pid` was started, in clock ticks since boot: with the pid it names a process for good."""
+    """Read when `pid` was started (clock ticks since boot), which names a process for good together with the pid."""
     return int(_stat(pid)[19])
 
 
@@ -140,18 +237,13 @@ def _pids() -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Find the processes that any thread of `pid` has started, zombies included. Costs about 10 us a process."""
+    """Find the processes that any thread of `pid` has started, zombies included."""
     found = []
     for one in _pids():
         with contextlib.suppress(OSError):  # gone meanwhile
             if int(_stat(one)[1]) == pid:
                 found.append(one)
     return found
-
-
-def job_tag(launcher_pid: int) -> str:
-    """Make the tag all workers of one launcher share (a prefix of each worker's own)."""
-    return f"{launcher_pid}.{start_time(launcher_pid)}."
 
 
 def sweep(tag: str) -> int:
@@ -184,10 +276,7 @@ def tagged(tag: str) -> list[int]:
 
 
 def environments() -> Iterator[tuple[int, bytes]]:
-    """Read the initial environment of every process but this one. Costs about 10 us a process.
-
-    Waits for those within execve(2), by EXEC_LOOKS_MAX further looks in all.
-    """
+    """Read the initial environment of every process but this one; wait for those within execve(2), but not for ever."""
     looks = iter(range(EXEC_LOOKS_MAX))
     for pid in _pids():
         if pid == os.getpid():
@@ -214,10 +303,8 @@ def described_exit(exit_code: int) -> str:
     """Describe an exit code for people."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
-    try:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"killed by signal {-exit_code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-exit_code, f'signal {-exit_code}')}"
 
 
 @dataclass
@@ -229,10 +316,7 @@ class _Watched:
 
 
 class Processes:
-    """The processes whose tag begins with `job_tag`, looked at every few tens of milliseconds.
-
-    Thread: the event loop's only, from `start` on.
-    """
+    """The processes whose tag begins with `job_tag`, looked at every `POLL_S`. Thread: the event loop's only."""
 
     def __init__(self, job_tag: str, silent_after_s: float) -> None:
         self._job_tag, self._silent_after_s = job_tag, silent_after_s
@@ -244,34 +328,29 @@ class Processes:
     def start(self) -> None:
         reserve.keep()
         self._task = asyncio.get_running_loop().create_task(self._run())
-        # A watch that has failed must not go unnoticed: the loop's exception handler gets its error.
+        # The loop's exception handler hears of a watch that has failed.
         self._task.add_done_callback(lambda task: task.cancelled() or task.result())
 
     def watch(self, pid: int, on_end: Callable[[int], None], on_stopped: Callable[[float], None]) -> None:
-        """Call `on_end(exit_code)` once `pid` ends, and `on_stopped(seconds)` once it has stood still for the patience.
-
-        An exit code of 0 is not told: the kernel shows 0 also while it is not known yet; the process's parent knows.
-        """
+        """Call `on_end(exit_code)` once `pid` ends, and `on_stopped(seconds)` once it has stood still for too long."""
+        # A code of 0 is not told: the kernel shows 0 also while it is not known yet; the process's parent knows.
         self._watched[pid] = _Watched(on_end, on_stopped)
 
     def forget(self, pid: int) -> None:
         self._watched.pop(pid, None)
 
     def is_gone(self, pid: int) -> bool:
-        """Return whether `pid` has ended, or is ending."""
         status = look(pid)
         return status is None or status.ending
 
-    def catches(self, pid: int, number: int) -> bool:
-        return catches(pid, number)
+    catches = staticmethod(catches)
 
     def kill(self, pid: int) -> None:
         _signal([pid], signal.SIGKILL)
 
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of `pid` if it is ending and that is known; 0 never is."""
-        status = look(pid)
-        return status.exit_code if status is not None else None
+        return status.exit_code if (status := look(pid)) else None
 
     def sweep(self, local_rank: int) -> None:
         """End all that was started for `local_rank`, also what that has started."""
@@ -299,7 +378,6 @@ class Processes:
                 found -= {*tagged(f"{self._job_tag}{local_rank}.")}
 
     def resume(self) -> None:
-        """Let all go on that were paused."""
         paused, self._paused = self._paused, set()
         _signal(paused, signal.SIGCONT)
 

@@ -26,7 +26,7 @@ from ..config import Config, load
 from ..errors import ConfigError, shell_code
 from ..host import proc
 from ..host.output import say
-from ..host.spawning import ending_signals
+from ..host.proc import ending_signals
 from ..transport.sockets import allow_many_files
 from . import job_files
 from .argv import doubts, missing_configs
@@ -114,7 +114,7 @@ class Launcher:
     async def _keep(self) -> None:
         while True:
             self._tell(Alive())
-            await asyncio.sleep(self._config.silent_after_s / 5)
+            await asyncio.sleep(self._config.patience_s / 5)
 
     def _tell(self, word: Word) -> None:
         for one in self._stewards:
@@ -193,7 +193,7 @@ class Launcher:
             say(f"{self._unformed.what}: ending it on the other hosts")
             proc.sweep(self._tag)
             self._end(0.0)
-        since = time.monotonic() - STANDING_STILL * self._config.silent_after_s
+        since = time.monotonic() - STANDING_STILL * self._config.patience_s
         running = {one.node for one in self._stewards if one.ran_at > since}
         if self._settled is None and fate.settled(running, len(hosts)):
             self._settled = fate.outcome(hosts, 0)

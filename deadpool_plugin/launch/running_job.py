@@ -28,7 +28,7 @@ from ..core.types import NodeId
 from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError, shell_code
 from ..host import files
 from ..host.output import say
-from ..host.spawning import ending_signals
+from ..host.proc import ending_signals
 from ..transport.framing import ConnectionClosed
 from ..transport.handshake import ANY_JOB, Credentials
 from ..transport.join_protocol import Describe, JobDescription, Reserve, Reserved, Stop, Stopping, ask, expect

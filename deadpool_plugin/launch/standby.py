@@ -28,9 +28,9 @@ from ..config import load
 from ..core import local
 from ..host import proc
 from ..host.output import say
-from ..host.spawning import be_the_first_to_go, become_subreaper, end_children, reaped
+from ..host.proc import be_the_first_to_go, end_children, reaped
 from ..transport.framing import ConnectionClosed
-from ..transport.linux import die_with_parent
+from ..transport.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, prctl
 from ..transport.unix import LocalConnection
 from .worker import END_OF_NAMES, become
 
@@ -144,7 +144,7 @@ class Standby:
         self._prewarm = Prewarm()
 
     def serve(self) -> NoReturn:
-        become_subreaper()
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of our descendants become ours
         be_the_first_to_go()
         signal.signal(signal.SIGTERM, self._told_to_end)
         self._signals = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # it becomes readable whenever a child ends

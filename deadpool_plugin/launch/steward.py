@@ -227,12 +227,12 @@ class Steward:
             return
         looks = [proc.look(pid) for pid in self._known]
         if any(seen is not None and not seen.ending and not seen.stopped for seen in looks):
-            self._formed, self._report_at = formed, time.monotonic() + self._config.silent_after_s / 5
+            self._formed, self._report_at = formed, time.monotonic() + self._config.patience_s / 5
             say(Running(formed))
 
     def _launcher_is_gone(self) -> bool:
         """Return whether it is gone. One that is only silent, before anything was started, may be slow."""
-        is_silent = time.monotonic() - self._ear.heard_at > self._config.silent_after_s
+        is_silent = time.monotonic() - self._ear.heard_at > self._config.patience_s
         return self._ear.closed or (self._seen and is_silent)
 
     def _end(self, number: int, grace_s: float) -> None:

@@ -26,8 +26,7 @@ from ..core import local
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError, present, shell_code
 from ..host import proc
 from ..host.output import say
-from ..host.proc import described_exit
-from ..host.spawning import Program, ending_signals, spawn
+from ..host.proc import Program, described_exit, ending_signals, spawn
 from ..transport.framing import ConnectionClosed
 from ..transport.linux import await_end, die_with_parent, pidfd_open
 from ..transport.unix import LocalConnection, listen_unix
@@ -62,9 +61,10 @@ class Supervisor:
         self._standby_program = standby if callable(standby) else [*standby, *command]
         launcher = os.getppid()
         die_with_parent(signal.SIGTERM, launcher)
-        self._job = proc.job_tag(launcher)
+        began = proc.start_time(launcher)
+        self._job = f"{launcher}.{began}."  # what the tags of all workers of one launcher begin with
         self._tag = f"{self._job}{place.local_rank}."
-        self._socket = f"deadpool/{os.getuid()}/{launcher}/{proc.start_time(launcher)}"
+        self._socket = f"deadpool/{os.getuid()}/{launcher}/{began}"
         self._env = {**os.environ, "DEADPOOL_CONFIG": config_path, "DEADPOOL_SOCKET": self._socket}
         self._stops_with_launcher = load(config_path).on_launcher_loss == "stop"
         self._caught = [n for n in ending_signals() if n != signal.SIGHUP or self._stops_with_launcher]

@@ -109,7 +109,7 @@ class Cluster:
 
     def exit_codes(self) -> list[int | None]:
         """Per node, after reaping whatever has ended."""
-        from deadpool_plugin.host.spawning import reaped  # preload made it importable
+        from deadpool_plugin.host.proc import reaped  # preload made it importable
 
         by_leader = {node.leader: node for node in self.nodes}
         for pid, exit_code in reaped():

@@ -444,7 +444,7 @@ def test_the_kernel_knows_this_hosts_addresses():
 
 MEMPOLICY = """
 import ctypes, os
-from deadpool_plugin.host.spawning import reset_affinity
+from deadpool_plugin.host.proc import reset_affinity
 libc, policy, bound = ctypes.CDLL(None), ctypes.c_int(-1), ctypes.c_ulong(1)
 set_policy, get_policy = {"x86_64": (238, 239), "aarch64": (237, 236)}.get(os.uname().machine, (0, 0))
 if not set_policy or libc.syscall(set_policy, 2, ctypes.byref(bound), 64):  # MPOL_BIND, to node 0
@@ -565,14 +565,14 @@ def test_a_status_of_what_has_gone():
 @pytest.mark.parametrize(
     ("state", "flags", "status", "dumping", "seen"),
     [
-        ("S", 0x400040, 0, 0, proc.ProcessStatus("S", False, 0)),
-        ("T", 0x400040, 0x137F, 0, proc.ProcessStatus("T", False, 0)),
-        ("R", 0x400044, 9, 0, proc.ProcessStatus("R", True, 9)),
-        ("D", 0x400440, 11, 1, proc.ProcessStatus("D", True, 11)),
-        ("D", 0x400440, 0, 1, proc.ProcessStatus("D", True, signal.SIGSEGV)),
-        ("R", 0x400440, 0, 0, proc.ProcessStatus("R", True, 0)),
-        ("R", 0x400444, 0, 0, proc.ProcessStatus("R", True, 0)),
-        ("Z", 0x400444, 0x300, 0, proc.ProcessStatus("Z", True, 0x300)),
+        ("S", 0x400040, 0, 0, proc.ProcessStatus("S")),
+        ("T", 0x400040, 0x137F, 0, proc.ProcessStatus("T")),
+        ("R", 0x400044, 9, 0, proc.ProcessStatus("R", True, -9)),
+        ("D", 0x400440, 11, 1, proc.ProcessStatus("D", True, -11)),
+        ("D", 0x400440, 0, 1, proc.ProcessStatus("D", True, -signal.SIGSEGV)),
+        ("R", 0x400440, 0, 0, proc.ProcessStatus("R", True)),
+        ("R", 0x400444, 0, 0, proc.ProcessStatus("R", True)),
+        ("Z", 0x400444, 0x300, 0, proc.ProcessStatus("Z", True, 3)),
     ],
     ids=["lives", "stopped", "killed", "dumps", "dumps_old_kernel", "a_thread_ends_it", "so_with_0", "so_with_3"],
 )
@@ -583,7 +583,7 @@ def test_a_death_is_seen_before_its_core_dump_is_written(tmp_path, state, flags,
     (tmp_path / "77" / "status").write_text(f"Name:\tpython\nCoreDumping:\t{dumping}\nThreads:\t2\n")
     assert proc.look(77, str(tmp_path)) == seen
     (tmp_path / "77" / "status").unlink()
-    assert proc.look(77, str(tmp_path)) == (seen if status else proc.ProcessStatus(seen.state, seen.ending, 0))
+    assert proc.look(77, str(tmp_path)) == (seen if status else proc.ProcessStatus(seen.state, seen.ending))
 
 
 def test_a_link_that_stays_silent_is_told_as_a_silent_one():

@@ -189,7 +189,7 @@ def test_a_look_that_fails_for_another_reason_is_not_repeated():
 
 
 def test_a_watch_without_descriptors_looks_again_and_says_so_once(monkeypatch, caplog):
-    looks = iter([OSError(errno.EMFILE, "too many open files")] * 5 + [proc.ProcessStatus("Z", True, 9)])
+    looks = iter([OSError(errno.EMFILE, "too many open files")] * 5 + [proc.ProcessStatus("Z", True, -9)])
 
     def look(pid):
         found = next(looks)

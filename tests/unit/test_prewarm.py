@@ -13,7 +13,7 @@ import pytest
 from support import expect
 
 from deadpool_plugin.core import local
-from deadpool_plugin.host.spawning import spawn
+from deadpool_plugin.host.proc import spawn
 from deadpool_plugin.launch import standby
 from deadpool_plugin.launch.standby import Prewarm
 from deadpool_plugin.launch.worker import tell_modules

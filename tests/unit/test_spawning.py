@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from deadpool_plugin.host import proc, spawning
+from deadpool_plugin.host import proc
 
 
 @pytest.mark.parametrize(("before", "kept"), [(signal.SIG_IGN, "1"), (signal.SIG_DFL, "0")])
 def test_a_child_ignores_the_end_of_the_terminal_if_we_were_started_so(before, kept):
     code = (
         "import os, signal, sys\n"
-        "from deadpool_plugin.host.spawning import spawn\n"
+        "from deadpool_plugin.host.proc import spawn\n"
         "show = 'import signal; print(int(signal.getsignal(1) == signal.SIG_IGN), flush=True)'\n"
         "os.waitpid(spawn([sys.executable, '-c', show], os.environ, signal.SIGKILL), 0)"
     )
@@ -33,7 +33,7 @@ def test_a_child_that_somebody_else_has_waited_for_ends_nothing_but_itself(monke
     living = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     rounds = iter([[gone.pid, living.pid], []])
     monkeypatch.setattr(proc, "children", lambda pid: next(rounds))
-    spawning.end_children(60.0)
+    proc.end_children(60.0)
     assert not os.path.exists(f"/proc/{living.pid}")
     living.wait()
 
@@ -46,7 +46,7 @@ def test_a_child_that_does_not_end_is_not_waited_for_for_ever(monkeypatch):
             patch.setattr(os, "kill", lambda pid, number: None)
             said = rf"process {stuck.pid} was killed and does not end \(state [RSD]\)"
             with pytest.raises(TimeoutError, match=said):
-                spawning.end_children(0.01)
+                proc.end_children(0.01)
     finally:
         stuck.kill()
         stuck.wait()

@@ -13,7 +13,7 @@ import pytest
 
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import local
-from deadpool_plugin.host.spawning import spawn
+from deadpool_plugin.host.proc import spawn
 from deadpool_plugin.launch import worker as program
 from deadpool_plugin.launch.standby import Standby
 from deadpool_plugin.launch.worker import become
