@@ -39,9 +39,8 @@ def address_of(said: str, found: Found | None = None) -> str:
         try:
             network = ipaddress.ip_network(said, strict=False)
         except ValueError as error:
-            raise ConfigError(
-                f"interface_address {said} ({error})", "such as 10.1.0.0/16", "correct the network"
-            ) from error
+            wrong = f"interface_address {said} ({error})"
+            raise ConfigError(wrong, "such as 10.1.0.0/16", "correct the network") from error
         matching = [address for _, address in found if ipaddress.ip_address(address) in network]
     if not matching:
         raise ConfigError(
@@ -53,32 +52,19 @@ def address_of(said: str, found: Found | None = None) -> str:
     return matching[0]
 
 
-def addresses(config: Config, target: Address) -> tuple[str, str]:
+async def reachable(config: Config, target: Address, timeout_s: float) -> tuple[str, str]:
     """Return where to listen, and the address others use. `target`: what they must be reached by.
 
-    Raises: ConfigError; TransportError if there is no way to `target`.
+    Raises: ConfigError; TransportError if there is no way to `target` within `timeout_s`.
     """
     if config.interface_address is not None:
         ours = address_of(config.interface_address)
         return ours, ours
-    found = address_towards(*target)
-    if ipaddress.ip_address(found).is_loopback and target[0] not in _LOOPBACK:
-        return "", target[0]  # the first host's name means itself there; others know it by that name
-    return found, found
-
-
-async def reachable(config: Config, target: Address, timeout_s: float) -> tuple[str, str]:
-    """Find `addresses` towards the job, within `timeout_s`. Raises: ConfigError, TransportError.
-
-    Where names come into being with the hosts (Kubernetes), that of the first one may be unknown till then.
-    """
     deadline, said = loop_time() + timeout_s, False
-    while True:
+    while True:  # a name that comes into being with its host (Kubernetes) may be unknown for a while
         try:
-            found = addresses(config, target)
-            if config.interface_address is None and (hint := other_network(found[1], os.environ)):
-                _log.warning("%s", hint)
-            return found
+            ours = address_towards(*target)
+            break
         except TransportError as error:
             if loop_time() >= deadline:
                 raise
@@ -86,14 +72,19 @@ async def reachable(config: Config, target: Address, timeout_s: float) -> tuple[
                 _log.warning("%s; it is tried again for %.0f s", error, timeout_s)
                 said = True
         await asyncio.sleep(_RESOLVE_RETRY_S)
+    where = ours, ours
+    if ipaddress.ip_address(ours).is_loopback and target[0] not in _LOOPBACK:
+        where = "", target[0]  # the first host's name means itself there; others know it by that name
+    if hint := other_network(where[1], os.environ):
+        _log.warning("%s", hint)
+    return where
 
 
 def other_network(ours: str, environ: Mapping[str, str], found: Found | None = None) -> str:
     """Warn if the frameworks use another interface than that of `ours`; "" if they were not told to."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        if not (interface := environ.get(name, "").removeprefix("=")):
-            continue
-        theirs = [address for named, address in found or addresses_here() if named == interface]
+        interface = environ.get(name, "").removeprefix("=")
+        theirs = [address for named, address in found or addresses_here() if interface and named == interface]
         if theirs and ours not in theirs:
             return (
                 f"snapshots are mirrored over {ours}, {name} names {interface} ({theirs[0]}); "
@@ -104,6 +95,6 @@ def other_network(ours: str, environ: Mapping[str, str], found: Found | None = N
 
 def addresses_here() -> Found:
     """List this host's interfaces and their addresses, IPv4 first, without link-local ones."""
-    found = [(name, its) for name, addresses in psutil.net_if_addrs().items() for its in addresses]
-    v4, v6 = ([(name, its.address) for name, its in found if its.family == family] for family in _FAMILIES)
+    found = [(its.family, name, its.address) for name, all_its in psutil.net_if_addrs().items() for its in all_its]
+    v4, v6 = ([(name, address) for family, name, address in found if family == wanted] for wanted in _FAMILIES)
     return v4 + [(name, address) for name, address in v6 if "%" not in address]

@@ -14,7 +14,7 @@ from deadpool_plugin.agent.links import Links
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError, TransportError
 from deadpool_plugin.host import interfaces
-from deadpool_plugin.host.interfaces import addresses, reachable
+from deadpool_plugin.host.interfaces import reachable
 from deadpool_plugin.transport.rendezvous import Hello
 
 
@@ -79,7 +79,7 @@ def test_an_address_this_host_does_not_have_is_said_at_once(monkeypatch):
 )
 def test_nobody_is_told_to_dial_an_address_that_means_himself(monkeypatch, found, target, where):
     monkeypatch.setattr(interfaces, "address_towards", lambda *target: found)
-    assert addresses(Config(), (target, 29500)) == where
+    assert asyncio.run(reachable(Config(), (target, 29500), 0.0)) == where
 
 
 def test_another_network_of_the_frameworks_is_pointed_at():
