@@ -143,10 +143,6 @@ class Config(BaseModel):
         return self.patience_s / 20
 
     @property
-    def silent_after_s(self) -> float:
-        return self.patience_s
-
-    @property
     def phase_timeout_s(self) -> float:
         return 2 * self.patience_s
 
@@ -200,16 +196,15 @@ class Config(BaseModel):
         """`~`, `$NAME` and `${NAME}` are what a shell would make of them; what is not set is refused by name."""
         if path is None:
             return None
-        named = [plain or braced for plain, braced in _VARIABLE.findall(str(path))]
-        if unset := sorted({name for name in named if not os.environ.get(name)}):
-            said = ", ".join(f"${name}" for name in unset)
-            raise ValueError(f"{said} is not set in the environment of {os.uname().nodename}: set it, or write it out")
+        named = {plain or braced for plain, braced in _VARIABLE.findall(str(path))}
+        if unset := ", ".join(f"${name}" for name in sorted(named) if not os.environ.get(name)):
+            raise ValueError(f"{unset} is not set in the environment of {os.uname().nodename}: set it, or write it out")
+        found = Path(os.path.expandvars(path))
         try:
-            found = Path(os.path.expandvars(path))
             at_home = found.expanduser()
-            return found if info.field_name == "secret_file" else at_home  # of each host's own user
         except RuntimeError as error:
             raise ValueError(f"names no user of {os.uname().nodename}") from error
+        return found if info.field_name == "secret_file" else at_home  # of each host's own user
 
     @field_validator("spares", mode="before")
     @classmethod
@@ -220,10 +215,11 @@ class Config(BaseModel):
             raise ValueError(f"must be a count such as 1, or a list of hosts: write [{value}] if that is one")
         if isinstance(value, int) and value < 0:
             raise ValueError("must not be negative")
-        names = [str(item) for item in value] if isinstance(value, list) else []
-        if len(set(names)) != len(names):
-            raise ValueError("names a host twice")
-        return names if isinstance(value, list) else value
+        if isinstance(value, list):
+            value = [str(host) for host in value]  # indices are numbers
+            if len(set(value)) < len(value):
+                raise ValueError("names a host twice")
+        return value
 
     @field_validator("port_range", mode="before")
     @classmethod
@@ -275,28 +271,22 @@ def load(path: str | Path | None) -> Config:
     if path is None or str(path) in ("", "."):
         return Config()
     path = Path(path)
+    lines = "lines of the form `field: value`"
     try:
-        text = path.read_text(encoding="utf-8")
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        if data is not None and not isinstance(data, dict):
+            found = f"{path} holds {'a list' if isinstance(data, list) else 'one value'}"
+            raise ConfigError(found, lines, "name the YAML file of the plugin; `deadpool config --examples` lists some")
+        return Config.model_validate(data or {})
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"configuration file {path} cannot be read ({error.__class__.__name__}: {error})",
             "a readable YAML file",
             "correct the path; with plain `deepspeed` the file must be there on every host",
         ) from error
-    try:
-        data = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        lines = "lines of the form `field: value`"
         raise ConfigError(f"{path} is not YAML ({reason})", lines, "correct the line that is named") from error
-    if data is not None and not isinstance(data, dict):
-        raise ConfigError(
-            f"{path} holds {'a list' if isinstance(data, list) else 'one value'}",
-            "lines of the form `field: value`",
-            "name the YAML file of the plugin; `deadpool config --examples` lists some",
-        )
-    try:
-        return Config.model_validate(data or {})
     except ValidationError as error:
         remedy = "correct the file (`deadpool config` explains all fields)"
         raise ConfigError(f"{path}: {_describe(error)}", remedy=remedy) from error

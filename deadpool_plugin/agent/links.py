@@ -71,7 +71,7 @@ class Links:
         """How the job has ended, if a member that has left said so."""
         self.mesh = ControlMesh(
             node.id, node.credentials, node.host.where[0], node.config.port_range, self.received, self._link_lost,
-            node.config.silent_after_s, self._refused, self.answer, self._still_silent,
+            node.config.patience_s, self._refused, self.answer, self._still_silent,
         )  # fmt: skip
 
     async def listen(self) -> Hello:

@@ -236,7 +236,7 @@ def described(world: World, hosts: Sequence[str]) -> list[str]:
 def timing_of(config: Config) -> Timing:
     return Timing(
         heartbeat_interval_s=config.heartbeat_interval_s,
-        silent_after_s=config.silent_after_s,
+        silent_after_s=config.patience_s,
         phase_timeout_s=config.phase_timeout_s,
         decision_timeout_s=config.decision_timeout_s,
         start_timeout_s=config.start_timeout_s,

@@ -17,9 +17,7 @@ ROW = re.compile(r"^\| (.+?) \| ([0-9.]*) ?P(?:/(\d+))? \| .+ \|$", re.MULTILINE
 
 def test_the_readme_shows_the_time_outs_in_their_order():
     config = Config(patience_s=80.0)
-    timing = Timing(
-        config.heartbeat_interval_s, config.silent_after_s, config.phase_timeout_s, config.decision_timeout_s
-    )
+    timing = Timing(config.heartbeat_interval_s, config.patience_s, config.phase_timeout_s, config.decision_timeout_s)
     expected = {
         "tick": config.tick_s,
         "heartbeat interval": timing.heartbeat_interval_s,
