@@ -170,13 +170,13 @@ decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.va
 """Decoder of one line."""
 
 
-def make(kind: str, fields: dict[str, object], *, node: int, generation: int, at: float | None = None) -> Event:
+def make(kind: str, fields: dict[str, object], *, node: int, generation: int) -> Event:
     """The event `kind` with `fields`; fields are checked, `time`, `node` and `generation` are filled in unless given.
 
     Raises: InvariantViolated for an unknown kind; msgspec.ValidationError for wrong fields.
     """
     invariant(kind in KINDS, f"unknown event kind {kind!r}")
-    base: dict[str, object] = {"time": time.time() if at is None else at, "node": node, "generation": generation}
+    base = {"time": time.time(), "node": node, "generation": generation}
     return msgspec.convert({**base, **fields, "event": kind}, KINDS[kind])
 
 

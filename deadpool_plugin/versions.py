@@ -87,19 +87,14 @@ def check(framework: str, version: str, torch: str) -> str:
     Returns: a sentence if no row that held has these versions together (patch levels aside), else "".
     Raises: Unsupported, naming the combination and those that held.
     """
-
-    def said(python: str, torch: str, what: str) -> str:
-        return f"Python {python} with torch {torch} and {what}"
-
     python = platform.python_version()
-    found = said(python, torch, f"{framework} {version}")
-    held = [said(row.python, row.torch, f"{framework} {row.packages[framework]}") for row in ROWS if row.held]
+    found = _said(python, torch, f"{framework} {version}")
+    held = [_said(row.python, row.torch, f"{framework} {row.packages[framework]}") for row in ROWS if row.held]
     if framework == "megatron-core":
         branches = [one for one in CHECKOUTS if one.held and one.commit]
-        held += [said(one.row.python, one.row.torch, f"a checkout of {one.said}") for one in branches]
-    ran = "; ".join(held)
-    series = [*map(_minor, (python, torch, version))]
-    alike = [row for row in ROWS if [*map(_minor, (row.python, row.torch, row.packages[framework]))] == series]
+        held += [_said(one.row.python, one.row.torch, f"a checkout of {one.said}") for one in branches]
+    ran, series = "; ".join(held), _series(python, torch, version)
+    alike = [row for row in ROWS if _series(row.python, row.torch, row.packages[framework]) == series]
     for row in alike:
         if framework in row.refused:
             remedy = "install one of these combinations on every host"
@@ -109,6 +104,10 @@ def check(framework: str, version: str, torch: str) -> str:
     return f"versions that this release was not run with: {found} (run: {ran or 'none'})"
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(\.\d+)?", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+def _said(python: str, torch: str, what: str) -> str:
+    return f"Python {python} with torch {torch} and {what}"
+
+
+def _series(*versions: str) -> list[list[str]]:
+    """Return the major and minor number of each."""
+    return [re.findall(r"\d+", version)[:2] for version in versions]
