@@ -17,8 +17,6 @@ from pathlib import Path
 from .. import versions
 from ..errors import EXIT_OK, ConfigError
 
-GIT_SETTINGS = ("GIT_DIR", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM")
-"""Variables that name what changes how git applies a patch."""
 EXIT_ABSENT = 1
 """Exit code of --check: the patch is not in, and fits."""
 _VERSION = Path("megatron/core/package_info.py")
@@ -49,21 +47,21 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.path}: there is nothing to take out")
         return EXIT_OK
     done, exit_code = "is in", EXIT_OK
-    if patch is not None and args.revert:
-        patch.apply("--reverse")
-        done = "taken out of"
-    elif patch is None:
+    if patch is None:
         patch = next((patch for patch in patches if not patch.complaint("--check")), patches[0])
         patch.apply(*(["--check"] if args.check else []))
         done, exit_code = ("fits", EXIT_ABSENT) if args.check else ("put into", EXIT_OK)
-    print(f"the patch for {patch.tag} {done} {args.path} (Megatron-LM {'.'.join(map(str, version))})")
+    elif args.revert:
+        patch.apply("--reverse")
+        done = "taken out of"
+    number = ".".join(map(str, version))
+    print(f"the patch for {patch.tag} {done} {args.path} (Megatron-LM {number})")
     for path, why in patch.hunks():
         print(f"  {path}: {why}")
     ran = [one for one in versions.CHECKOUTS if one.held]
     git = ["git", "-C", str(args.path), "rev-parse", "HEAD"]
     here = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    tag = f"core_v{'.'.join(map(str, version))}"
-    was = "was" if any(one.commit == here if one.commit else one.tag == tag for one in ran) else "was not"
+    was = "was" if any(one.commit == here if one.commit else one.tag == f"core_v{number}" for one in ran) else "was not"
     said = ", ".join(one.said for one in ran) or "none"
     print(f"pretrain_gpt.py of this version {was} put through losses with this release; run: {said}")
     return exit_code
@@ -96,7 +94,8 @@ class Patch:
         """Run `git apply`; return what is wrong, "" if nothing is. Raises: ConfigError without git."""
         # A hunk whose context begins at line 1 fits elsewhere, too. The checkout need not be the top of a repository.
         git = ["git", "apply", "--unidiff-zero", *options, "-"]
-        env = {**os.environ, **dict.fromkeys(GIT_SETTINGS, os.devnull), "LC_ALL": "C"}
+        settings = ("GIT_DIR", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM")  # they change how git applies a patch
+        env = {**os.environ, **dict.fromkeys(settings, os.devnull), "LC_ALL": "C"}
         try:
             done = subprocess.run(git, input=self._text(), cwd=self.checkout, env=env, capture_output=True, check=False)
         except FileNotFoundError as error:
@@ -110,15 +109,14 @@ class Patch:
 
     def _text(self) -> bytes:
         """Return the patch, with the ends of lines that each of its files has in the checkout."""
-        lines: list[bytes] = []
-        end = b"\n"
-        for line in self.file.read_bytes().splitlines():
-            if line.startswith(b"+++ b/"):
-                path = self.checkout / os.fsdecode(line[6:])
-                end = b"\r\n" if path.is_file() and path.open("rb").readline().endswith(b"\r\n") else b"\n"
-            is_head = line.startswith((b"--- ", b"+++ ", b"@@ "))
-            lines.append(line + (b"\n" if is_head else end))
-        return b"".join(lines)
+
+        def section(found: re.Match[bytes]) -> bytes:
+            path = self.checkout / os.fsdecode(found["path"])
+            has_crlf = path.is_file() and path.open("rb").readline().endswith(b"\r\n")
+            return found["head"] + (found["lines"].replace(b"\n", b"\r\n") if has_crlf else found["lines"])
+
+        parts = rb"(?P<head>^--- .*\n\+\+\+ b/(?P<path>.*)\n@@ .*\n)(?P<lines>(?:(?!--- ).*\n)+)"
+        return re.sub(parts, section, self.file.read_bytes(), flags=re.MULTILINE)
 
     def apply(self, *options: str) -> None:
         """Raises: ConfigError that says what does not fit, and what of the patch is in."""
