@@ -39,8 +39,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from deadpool_plugin import events as job_events
 from deadpool_plugin.agent.reports import sentence
-from deadpool_plugin.cli.jobview import JobView
-from deadpool_plugin.cli.outcome import Follower
+from deadpool_plugin.cli.jobview import Follower, JobView
 from deadpool_plugin.cli.watch import STYLES
 
 MADE_HERE = "launcher output observe stacks hostfile secret deadpool.yaml kills.jsonl* *.png events.jsonl summary.json"

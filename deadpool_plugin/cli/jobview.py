@@ -1,8 +1,8 @@
-"""The state of a job as its events tell it: fold them in with `JobView.apply`, read the properties.
+"""The state of a job as its events tell it: read them with `Follower.poll`, fold them in with `JobView.apply`.
 
-Rules of this file: pure (no clock, no files, no drawing); times are in epoch seconds. Events come from every node's own
-log, so their order across nodes is only that of the nodes' clocks and one may be missing: what depends on order is
-decided by the generation, and what only a node outside the job claims does not count.
+Rules of this file: no clock, no drawing; times are in epoch seconds. Events come from every node's own log, so their
+order across nodes is only that of the nodes' clocks and one may be missing: what depends on order is decided by the
+generation, and what only a node outside the job claims does not count.
 """
 
 from __future__ import annotations
@@ -10,24 +10,64 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median_low
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from .. import events
 from ..agent.reports import named, sentence
 from ..core.placement import rehearsals
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
 from ..launch.fate import TELLING, Fate
-from .outcome import LAST_WORD_S, SILENT_S
 
+SILENT_S = 5 * events.ALIVE_S
+"""A job that has not ended says so, whatever it does or waits for: without a word for so long it is gone."""
+LAST_WORD_S = 10.0
+"""Within such a time of each other the hosts say how the job has ended, and their exit codes."""
 SLOW_S = 5.0
 SLOW_STEPS = 10
 """A job that trains and has done no step for so many seconds, and so many usual steps, is said to do none."""
-LINES_MAX = 200
-PACES_MAX = 64
+RECENT_BYTES = 1 << 16
+"""Read at a time of each file of what recurs: hundreds of steps. So what is read does not grow with the job."""
 
 State = Literal["joining", "active", "rehearsing", "spare", "lost", "fenced"]
 Doing = Literal["unknown", "starting", "training", "swapping", "waiting", "ending", "silent", "ended"]
+
+
+class Follower:
+    """The new events of `folder/events.*.jsonl`; folder and files may appear later. Thread: one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.unreadable = 0
+        """Lines that were left out: the writer may be newer than this reader."""
+        self._offsets: dict[Path, int] = {}
+
+    def poll(self) -> list[events.Event]:
+        """Read the lines completed since the last call, of what recurs the last ones; in the order of time.
+
+        Blocks: as long as the file system does. Raises: OSError.
+        """
+        found: list[events.Event] = []
+        for path in sorted(self.folder.glob("events.*.jsonl")):
+            with path.open("rb") as file:
+                size, offset = file.seek(0, 2), self._offsets.get(path, 0)
+                offset = file.seek(offset if offset <= size else 0)  # a file that shrank began anew
+                if path.match("events.*.recent?.jsonl") and size - offset > RECENT_BYTES:
+                    file.seek(size - RECENT_BYTES)
+                    offset = size - RECENT_BYTES + len(file.readline())  # the rest of a line
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    offset += len(line)
+                    try:
+                        found.append(events.decoder.decode(line))
+                    except msgspec.DecodeError:
+                        self.unreadable += 1
+            self._offsets[path] = offset
+        return sorted(found, key=lambda event: event.time)
 
 
 class Line(NamedTuple):
@@ -36,11 +76,6 @@ class Line(NamedTuple):
     time: float
     node: NodeId
     text: str
-
-
-class Loss(NamedTuple):
-    step: Step
-    value: float
 
 
 @dataclass
@@ -67,7 +102,7 @@ class Node:
 
 
 class Row(NamedTuple):
-    """One node as the table shows it. `stands_in_for`: the ranks a spare has rehearsed."""
+    """One node, as it is shown. `stands_in_for`: the ranks a spare has rehearsed."""
 
     node: NodeId
     host: str
@@ -76,7 +111,7 @@ class Row(NamedTuple):
     stands_in_for: tuple[Rank, ...]
     generation: Generation
     step: Step
-    loss: Loss | None
+    loss: float | None
 
 
 @dataclass
@@ -108,11 +143,11 @@ class JobView:
     exit_code: int = 0
     heard_at: float = 0.0
     """When the newest event was written."""
-    lines: deque[Line] = field(default_factory=lambda: deque(maxlen=LINES_MAX))
-    lines_total: int = 0
+    lines: deque[Line] = field(default_factory=lambda: deque(maxlen=200))
+    """A reader may take them away."""
     _steps: dict[Rank, tuple[Generation, Step]] = field(default_factory=dict)
-    _losses: dict[Rank, Loss] = field(default_factory=dict)
-    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES_MAX))
+    _losses: dict[Rank, tuple[Step, float]] = field(default_factory=dict)
+    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     """The seconds that each of the newest steps has taken."""
     _joined_last: list[events.NodeJoined] = field(default_factory=list)
     """Those that no other event has followed so far."""
@@ -122,7 +157,7 @@ class JobView:
     # ---- what to read
 
     @property
-    def loss(self) -> Loss | None:
+    def loss(self) -> float | None:
         return self._newest_loss(self._losses)
 
     @property
@@ -196,16 +231,14 @@ class JobView:
 
     def apply(self, event: events.Event) -> None:
         """Fold `event` in; kinds that change nothing here are ignored."""
-        begins = isinstance(event, events.WorldFormed) and self.world is not None
-        again = event.node in self.fate.hosts and isinstance(event, (events.WorldFormed, events.NodeJoined))
-        if begins or again:  # it is another job, of which hosts that the one before did not have may have spoken first
+        is_start, formed = isinstance(event, (events.WorldFormed, events.NodeJoined)), self.world is not None
+        if is_start and (event.node in self.fate.hosts or (formed and isinstance(event, events.WorldFormed))):
+            # It is another job, of which hosts that the one before did not have may have spoken first.
             first = [joined for joined in self._joined_last if joined.node not in self.fate.members]
             vars(self).update(vars(JobView()))
             for joined in first:
                 self.apply(joined)
-        if isinstance(event, events.NodeJoined):
-            self._joined_last.append(event)
-        elif not isinstance(event, events.WorldFormed):
+        if not is_start:
             self._joined_last.clear()
         node = self.nodes[event.node]
         node.generation = max(node.generation, event.generation)
@@ -214,6 +247,7 @@ class JobView:
         self._add_line(event)
         match event:
             case events.NodeJoined():
+                self._joined_last.append(event)
                 node.ranks = event.ranks if self.world is None else node.ranks
             case events.WorldFormed():
                 self._enter(World(event.generation, event.node_of, event.spares))
@@ -250,8 +284,8 @@ class JobView:
             case events.FirstStepDone():
                 for swap in self._swaps_of(event):
                     swap.first_step_s = max(swap.first_step_s or 0.0, event.duration_s)
+        self.fate.add(event)
         if isinstance(event, TELLING):
-            self.fate.add(event)
             self.exit_code, self.outcome, _ = self.fate.ended() or (0, "", ())
 
     def _add_line(self, event: events.Event) -> None:
@@ -262,14 +296,13 @@ class JobView:
         ending = isinstance(event, (events.JobFinished, events.JobStopped))
         if text and not (ending and self.outcome):  # every node says that the job has ended
             self.lines.append(Line(event.time, event.node, text))
-            self.lines_total += 1
 
     def _step_done(self, event: events.StepDone, node: Node) -> None:
         if event.generation < self._steps.get(event.rank, (0, NO_STEP))[0]:
             return
         self._steps[event.rank] = event.generation, event.step
         if event.loss is not None:
-            self._losses[event.rank] = Loss(event.step, event.loss)
+            self._losses[event.rank] = event.step, event.loss
         if self.world is None or event.generation >= self.world.generation:
             node.training = True
         if event.generation >= self.generation and event.step > self.step:
@@ -324,7 +357,15 @@ class JobView:
     def _swaps_of(self, event: events.Event) -> list[Swap]:
         return [swap for swap in self.swaps if swap.plan.generation + 1 == event.generation]
 
-    def _newest_loss(self, ranks: Iterable[Rank]) -> Loss | None:
+    def _newest_loss(self, ranks: Iterable[Rank]) -> float | None:
         """Find the loss of the newest step; of the lowest rank where several have one."""
         known = [self._losses[rank] for rank in sorted(ranks) if rank in self._losses]
-        return max(known, key=lambda loss: loss.step, default=None)
+        return max(known, key=lambda told: told[0])[1] if known else None
+
+
+def last_job(folder: Path) -> JobView:
+    """Read all about the last job that wrote to `folder`; a view without nodes if there was none. Raises: OSError."""
+    view = JobView()
+    for event in Follower(folder).poll():
+        view.apply(event)
+    return view

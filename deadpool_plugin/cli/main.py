@@ -11,24 +11,25 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..config import explained, load
-from ..errors import EXIT_OK, ConfigError, DeadpoolError
+from ..errors import EXIT_OK, EXIT_RUNNING, ConfigError, DeadpoolError, refusing
 from ..host.output import say
 from ..launch.argv import FLAG
+from ..launch.fate import FAILED, UNREAD
 from ..launch.launcher import launch
 from ..launch.running_job import Wish, find, join, stop
 from ..transport.sockets import Address
-from . import outcome, patch, watch
+from . import patch, watch
+from .jobview import LAST_WORD_S, SILENT_S, JobView, last_job
+from .watch import span
 
-EXIT_USAGE = 2
-"""As argparse has it."""
-EXIT_PIPE = 128 + signal.SIGPIPE
-"""The exit code of a command whose reader has gone, as a shell has it."""
+EXIT_USAGE, EXIT_PIPE = 2, 128 + signal.SIGPIPE  # as argparse and a shell have them
 
 COMMANDS = {
     "config": "print a configuration file with all fields, their defaults and what they mean",
@@ -96,7 +97,14 @@ def parser() -> argparse.ArgumentParser:
     _add_place(of["stop"], "job", nargs="?")
     of["stop"].set_defaults(run=_stop, command=[])
 
-    for name, module in (("outcome", outcome), ("patch", patch), ("watch", watch)):
+    add = of["outcome"].add_argument
+    add("output_dir", type=Path, help="`output_dir` of the job's configuration; its last job counts")
+    add("--hostfile", type=Path, help="the job's hosts; without it, those that have an event log")
+    line = f"the job's launcher has ended: exit code if no node says how ({FAILED} where this is left out)"
+    add("--otherwise", type=int, metavar="CODE", help=line)
+    of["outcome"].set_defaults(run=_outcome)
+
+    for name, module in (("patch", patch), ("watch", watch)):
         module.add_arguments(of[name])
         of[name].set_defaults(run=module.run)
     return known
@@ -125,6 +133,35 @@ def _stop(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _outcome(args: argparse.Namespace) -> int:
+    """Conclude what became of a job from its event logs; the exit code and the line are those of `deadpool launch`."""
+    # It is for jobs of plain `deepspeed` and of Slurm, whose exit code is that of the worst host, lost ones included.
+    # A job that has not ended says so, however slow it is, and whatever it waits for. Whoever knows that it has ended,
+    # because its launcher has, says so by `--otherwise`.
+    view = last_job(args.output_dir)
+    if not view.nodes:
+        raise ConfigError(
+            f"no event log of a job in {args.output_dir}",
+            "its output_dir",
+            "name the folder it wrote to; a job that ended before its hosts had met wrote nothing",
+        )
+    fate, silent_s = view.fate, time.time() - view.heard_at
+    owing = fate.at_work() or (silent_s < LAST_WORD_S and fate.silent())
+    if args.otherwise is None and silent_s < SILENT_S and (owing or not view.outcome):
+        more = f"`deadpool watch {args.output_dir}` shows it"
+        say(f"the job is still running (last event {span(silent_s)} ago); exit code {EXIT_RUNNING}; {more}")
+        return EXIT_RUNNING
+    hosts: list[str] = []
+    if args.hostfile is not None:
+        with refusing(f"{args.hostfile} cannot be read", "the job's hostfile", "check the path"):
+            lines = [line.split() for line in args.hostfile.read_text().splitlines()]
+        hosts = [words[0] for words in lines if words and not words[0].startswith("#")]
+    code, may_run = (FAILED, UNREAD) if args.otherwise is None else (args.otherwise, "")
+    concluded = fate.outcome(hosts, code, may_run, by_logs=True)
+    say(str(concluded))
+    return concluded.exit_code
+
+
 def _add_place(parser: argparse.ArgumentParser, name: str, **more: Any) -> None:
     """Add the options that say which job is meant. `name`: of the argument for its output_dir; `more`: about that."""
     where = parser.add_mutually_exclusive_group()
@@ -144,15 +181,13 @@ def _place(args: argparse.Namespace, remedy: str) -> Iterator[Wish]:
     except DeadpoolError as error:
         if wish.to:
             raise
-        folder, last = wish.job or load(wish.path).output_dir, None
+        folder, view = wish.job or load(wish.path).output_dir, JobView()
         with contextlib.suppress(OSError):
-            last = outcome.last_job(folder)
-        if last is None:
+            view = last_job(folder)
+        silent_s = time.time() - view.heard_at
+        if not view.outcome or (view.fate.at_work() and silent_s < SILENT_S):
             raise
-        fate, silent_s = last
-        if not fate.ended() or (fate.at_work() and silent_s < outcome.SILENT_S):
-            raise
-        ended = f"{outcome.span(silent_s)} ago: {fate.outcome(by_logs=True)}"
+        ended = f"{span(silent_s)} ago: {view.fate.outcome(by_logs=True)}"
         found = f"no running job is found in {folder}; the last one there ended {ended}"
         raise ConfigError(found, "a job that runs", remedy) from error
 

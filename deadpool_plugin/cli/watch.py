@@ -14,13 +14,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
 from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -29,8 +28,7 @@ from rich.text import Text
 from ..agent.reports import named
 from ..errors import ConfigError
 from ..host.output import say
-from .jobview import JobView, Loss, Row, Swap
-from .outcome import Follower, span
+from .jobview import Follower, JobView, Row, Swap
 
 POLL_S = 0.25
 LINES_SHOWN = 6
@@ -48,42 +46,35 @@ STYLES = {
 # ---- the table
 
 
-@dataclass(frozen=True)
-class Picture:
-    """The whole picture. `now` is in epoch seconds. `height`: the terminal's lines; hosts that do not fit are counted,
+def picture(console: Console, view: JobView, now: float, height: int | None = None) -> Group:
+    """Draw everything. `now` is in epoch seconds. `height`: the terminal's lines; hosts that do not fit are counted,
     those in trouble last, and of swaps and lines the newest are shown."""
 
-    view: JobView
-    now: float
-    height: int | None = None
+    def lines_of(*parts: RenderableType) -> int:
+        return len(console.render_lines(Group(*parts)))
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        def lines_of(*parts: RenderableType) -> int:
-            return sum(len(console.render_lines(part, options)) for part in parts)
-
-        view, now = self.view, self.now
-        bad = view.exit_code or view.swapping_since is not None or view.stalled_s(now) >= STALLED_S
-        style = "bold red" if bad or view.doing(now) == "silent" else "bold"
-        head = Text.assemble(("deadpool  ", "dim"), (headline(view, now), style))
-        above: list[RenderableType] = [Text(), head, _figures(view)]
-        below: list[Text] = []
-        for swap in view.swaps[-SWAPS_SHOWN:]:
-            said = named(described(swap, superseded=swap is not view.swaps[-1]), view.fate.hosts)
-            below.append(Text.assemble((f"swap {swap.plan.generation + 1}  ", "dim"), said))
-        for line in list(view.lines)[-LINES_SHOWN:]:
-            below.append(Text.assemble((f"{_clock(line.time)}  node {line.node}  ", "dim"), line.text))
-        rows = view.rows()
-        room = len(rows)
-        if self.height is not None:
-            left = self.height - lines_of(*above) - 1  # the cursor's line
-            least = lines_of(*_nodes(rows, max(1, min(room, self.height // 3))))
-            while len(below) > 1 and lines_of(*below) > left - least:
-                del below[0]
-            left -= lines_of(*below)
-            room = max(1, min(room, left))
-            while room > 1 and lines_of(*_nodes(rows, room)) > left:
-                room -= 1
-        yield from [*above, *_nodes(rows, room), *below]
+    bad = view.exit_code or view.swapping_since is not None or view.stalled_s(now) >= STALLED_S
+    style = "bold red" if bad or view.doing(now) == "silent" else "bold"
+    head = Text.assemble(("deadpool  ", "dim"), (headline(view, now), style))
+    above: list[RenderableType] = [Text(), head, _figures(view)]
+    below: list[Text] = []
+    for swap in view.swaps[-SWAPS_SHOWN:]:
+        said = named(described(swap, superseded=swap is not view.swaps[-1]), view.fate.hosts)
+        below.append(Text.assemble((f"swap {swap.plan.generation + 1}  ", "dim"), said))
+    for line in list(view.lines)[-LINES_SHOWN:]:
+        below.append(Text.assemble((f"{_clock(line.time)}  node {line.node}  ", "dim"), line.text))
+    rows = view.rows()
+    room = len(rows)
+    if height is not None:
+        left = height - lines_of(*above) - 1  # the cursor's line
+        least = lines_of(*_nodes(rows, max(1, min(room, height // 3))))
+        while len(below) > 1 and lines_of(*below) > left - least:
+            del below[0]
+        left -= lines_of(*below)
+        room = max(1, min(room, left))
+        while room > 1 and lines_of(*_nodes(rows, room)) > left:
+            room -= 1
+    return Group(*above, *_nodes(rows, room), *below)
 
 
 def _figures(view: JobView) -> Columns:
@@ -164,6 +155,13 @@ def described(swap: Swap, superseded: bool = False) -> str:
     return f"{what}, back to step {plan.restore_step}: {took}{first}"
 
 
+def span(seconds: float) -> str:
+    """Say a while, roughly: `40 s`, `12 min`, `2 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
 def ranges(numbers: tuple[int, ...]) -> str:
     """List numbers as runs: `0-3, 6`."""
     counter = count()
@@ -193,8 +191,8 @@ def _number(step: int) -> str:
     return str(step) if step >= 0 else "-"
 
 
-def _loss(loss: Loss | None) -> str:
-    return f"{loss.value:.4f}" if loss is not None else "-"
+def _loss(loss: float | None) -> str:
+    return f"{loss:.4f}" if loss is not None else "-"
 
 
 def _clock(at: float) -> str:
@@ -208,16 +206,13 @@ class PlainLines:
     """Lines for where there is no terminal: every new sentence, and the steps at most every `every_s` seconds."""
 
     def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
-        self._said, self._step, self._step_at = 0, -1, float("-inf")
+        self._every_s, self._step, self._step_at = every_s, -1, float("-inf")
         self._doing, self._stalled_s = ("", ""), 0.0
 
     def update(self, view: JobView, now: float) -> list[str]:
-        fresh = min(view.lines_total - self._said, len(view.lines))
-        if fresh < 0:  # another job has begun in the folder
-            fresh = len(view.lines)
-        self._said = view.lines_total
-        lines = [f"{_clock(line.time)} node {line.node}: {line.text}" for line in list(view.lines)[-fresh:] if fresh]
+        """Take the view's lines away, and return what is to be printed."""
+        lines = [f"{_clock(line.time)} node {line.node}: {line.text}" for line in view.lines]
+        view.lines.clear()
         if view.step not in (-1, self._step) and (now - self._step_at >= self._every_s or view.outcome):
             self._step, self._step_at = view.step, now
             lines.append(
@@ -241,8 +236,7 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
     what is not known is null. `now` is in epoch seconds."""
     unprotected = view.protection in ("Mirrored", "Unprotected")
     members = [{**row._asdict(), "step": _known(row.step)} for row in view.rows()]
-    for member in members:
-        del member["loss"]  # the job's is told
+    members = [{name: value for name, value in member.items() if name != "loss"} for member in members]
     return {
         "time_s": now,
         "state": view.doing(now),
@@ -251,7 +245,7 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
         "silent_s": _since(view.heard_at or None, now),
         "generation": view.generation,
         "step": _known(view.step),
-        "loss": view.loss.value if view.loss is not None else None,
+        "loss": view.loss,
         "committed_step": _known(view.committed),
         "committed_age_s": _since(view.committed_at or None, now),
         "spares_left": len(view.world.spares) if view.world is not None else None,
@@ -315,7 +309,8 @@ def run(args: argparse.Namespace) -> int:
 def show_table(follower: Follower, view: JobView, console: Console, once: bool = False) -> None:
     with Live(console=console, auto_refresh=False) as live:
         for _ in updates(follower, view, once):
-            live.update(Picture(view, time.time(), None if once else console.size.height), refresh=True)
+            height = None if once else console.size.height
+            live.update(picture(console, view, time.time(), height), refresh=True)
 
 
 def updates(follower: Follower, view: JobView, once: bool = False) -> Iterator[None]:

@@ -20,7 +20,7 @@ from clusters.launched import free_port
 from dist.stub_worker import digest, state_at
 
 from deadpool_plugin import events
-from deadpool_plugin.cli.outcome import Follower
+from deadpool_plugin.cli.jobview import Follower
 
 E = TypeVar("E", bound=events.Event)
 HERE = Path(__file__).parent

@@ -17,9 +17,8 @@ from support import present
 
 from deadpool_plugin import events
 from deadpool_plugin.cli import watch
-from deadpool_plugin.cli.jobview import JobView
+from deadpool_plugin.cli.jobview import RECENT_BYTES, Follower, JobView
 from deadpool_plugin.cli.main import main
-from deadpool_plugin.cli.outcome import RECENT_BYTES, Follower
 from deadpool_plugin.cli.watch import figures
 
 # Three nodes of two ranks and one spare; node 0, the coordinator, is killed after step 23.
@@ -95,7 +94,7 @@ def states(view: JobView) -> list[str]:
 
 def picture(view: JobView, now: float, width: int = 120, height: int | None = None) -> str:
     console = Console(record=True, width=width, file=io.StringIO())
-    console.print(watch.Picture(view, now, height))
+    console.print(watch.picture(console, view, now, height))
     return console.export_text()
 
 
