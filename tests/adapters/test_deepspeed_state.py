@@ -15,7 +15,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
 from deadpool_plugin.adapters.deepspeed.optimizer import Adam
-from deadpool_plugin.adapters.deepspeed.state import EngineState, Partitioned
+from deadpool_plugin.adapters.deepspeed.state import EngineState
 from deadpool_plugin.errors import Divergence, Unsupported
 
 
@@ -205,8 +205,12 @@ def test_what_deepspeed_keeps_beside_its_engine_is_put_back(engine, monkeypatch)
     checkpointing.timers("forward").start()
 
 
-def test_modules_under_way_with_zero_3_are_not_remembered():
-    partitioned, before = Partitioned([], []), list(FWD_MODULE_STACK)
+def test_modules_under_way_with_zero_3_are_not_remembered(engine):
+    master = torch.nn.Parameter(torch.zeros(3))
+    engine.module, engine.basic_optimizer = torch.nn.Sequential(), torch.optim.AdamW([master])
+    engine.optimizer = zero_optimizer(fp32_partitioned_groups_flat=[master], fp16_groups=[], partition_grads=print)
+    vars(engine).update(zero_optimization_stage=lambda: 3, timers=None, tput_timer=SimpleNamespace())
+    state, before = EngineState(engine), list(FWD_MODULE_STACK)
     FWD_MODULE_STACK.append(torch.nn.Linear(1, 1))
-    partitioned.clean()
+    state.clean()
     assert before == FWD_MODULE_STACK

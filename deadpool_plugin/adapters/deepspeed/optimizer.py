@@ -1,7 +1,7 @@
 """The optimizer under an engine: Adam's state, parameters that no update changes, gradients that outlive a step.
 
-Source: torch/optim/adam.py `_init_group`; deepspeed/ops/adam/fused_adam.py and cpu_adam.py `step`; DeepSpeed 0.18.0 to
-0.19.8, runtime/zero/stage3.py `partition_grads`, stage_1_and_2.py `copy_grads_in_partition`.
+Source: DeepSpeed 0.18.0 to 0.19.8, ops/adam/fused_adam.py and cpu_adam.py `step`, runtime/zero/stage3.py
+`partition_grads`, stage_1_and_2.py `copy_grads_in_partition`.
 """
 
 from __future__ import annotations
@@ -87,10 +87,7 @@ class Adam(AdamState):
 
 
 class Frozen:
-    """Parameters that no update changes (the base of a LoRA): never copied, compared with a newcomer's by a digest.
-
-    With ZeRO 3 they are a part of the shard instead: a script may load them on one rank only.
-    """
+    """Parameters that no update changes (the base of a LoRA): never copied, compared with a newcomer's by a digest."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters

@@ -1,10 +1,9 @@
 """A rank's training state in a DeepSpeed engine: tensors for the shard, plain values for the scalars.
 
-Rules of this file: nothing is rebound after `EngineState` is built; restoring copies into the live tensors (but for
-buffers that the forward itself replaces). Masters are what the engine's basic optimizer updates: this rank's fp32
-partitions with ZeRO and in BF16_Optimizer, the model's own parameters without ZeRO in fp32. The remains of an
-interrupted call are put back as they were before the first forward. Survivors must not remember more than a newcomer:
-what is prefetched, and which module gathers a parameter that another one owns, decides the order of collectives.
+Rules of this file: nothing is rebound; restoring copies into the live tensors (but for buffers that the forward
+replaces). Masters are what the engine's basic optimizer updates: this rank's fp32 partitions with ZeRO and in
+BF16_Optimizer, else the model's own parameters. Survivors must not remember more than a newcomer: what is prefetched,
+and which module gathers a parameter that another one owns, decides the order of collectives.
 Source: DeepSpeed 0.19.8, runtime/zero/stage3.py, parameter_offload.py, partition_parameters.py.
 """
 
@@ -56,10 +55,7 @@ def _is_deepspeeds(attribute: str) -> bool:
 
 
 class EngineState:
-    """State of one engine, from its first forward on. See `State` for when each method runs.
-
-    Raises: Unsupported, naming the optimizer or parameter that cannot be protected.
-    """
+    """State of one engine. Raises: Unsupported, naming the optimizer or parameter that cannot be protected."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, optimizer = engine, engine.optimizer
@@ -70,24 +66,27 @@ class EngineState:
         # Transformer Engine's layers (accelerate's `mixed_precision: fp8`) keep scales and histories past buffers.
         self._eight_bits: list[Any] = [module for module in self._modules if hasattr(module, "fp8_initialized")]
         self._trained: list[bool] = []
-        self._partitioned = None
+        self._is_partitioned = engine.zero_optimization_stage() == 3
         in_groups = [parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]]
-        masters = in_groups
-        if engine.zero_optimization_stage() == 3:
-            self._partitioned = Partitioned(self._modules, self._parameters)
-            masters = list(optimizer.fp32_partitioned_groups_flat)
+        masters = list(optimizer.fp32_partitioned_groups_flat) if self._is_partitioned else in_groups
         self.adam = Adam(engine.basic_optimizer, masters, engine.lr_scheduler)
         check_schedule(engine.lr_scheduler)
         self.buffers = Buffers(self._modules)
         groups = next((getattr(optimizer, name) for name in GROUPS if hasattr(optimizer, name)), [in_groups])
         updated = {id(parameter) for group in groups for parameter in group}
         frozen = [parameter for parameter in self._parameters if id(parameter) not in updated]
-        parts = [parameter.ds_tensor.data for parameter in frozen] if self._partitioned else []
-        self.frozen = Frozen([] if self._partitioned else frozen)
+        # With ZeRO 3 a script may load frozen parameters on one rank only.
+        parts = [parameter.ds_tensor.data for parameter in frozen] if self._is_partitioned else []
+        self.frozen = Frozen([] if self._is_partitioned else frozen)
         self.changing: Sequence[torch.Tensor] = self.buffers.tensors
         self.shard: Sequence[torch.Tensor] = [*self.adam.tensors, *parts, *self.changing]
         self._before = TransientState(optimizer)
         self._before.note_attributes([engine], OF_PIPELINE)
+        if self._is_partitioned:
+            from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+            self._before.note(FWD_MODULE_STACK, *map(vars, self._parameters))
+            self._before.note_attributes(self._modules, OF_MODULES)
         self._gradients = [(master, master.grad) for master in masters]
         self.lasting = LastingGradients(engine)
 
@@ -181,8 +180,8 @@ class EngineState:
 
         self.adam.optimizer.param_groups = self.adam.groups  # ZeRO lends the optimizer one group at a time
         self._before.restore()
-        if self._partitioned:
-            self._partitioned.clean()
+        if self._is_partitioned:
+            self._clean_partitions()
         vars(self.engine).update({name: type(value)() for name, value in _some(self.engine, UNDER_WAY).items()})
         for parameter in self._parameters:
             parameter.grad = None
@@ -203,9 +202,23 @@ class EngineState:
         self.engine.tput_timer.started = False
         self.buffers.put_back()
 
+    def _clean_partitions(self) -> None:
+        from deepspeed.runtime.zero.partition_parameters import free_param
+        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+        _clear_caches(PartitionedParameterCoordinator)
+        for module in self._modules:
+            if "applied_pre_backward_ref_cnt" in vars(module):
+                module.applied_pre_backward_ref_cnt = 0
+            if hasattr(module._parameters, "_in_forward"):
+                module._parameters._in_forward = False
+        for parameter in self._parameters:
+            parameter.ds_active_sub_modules.clear()
+            free_param(parameter)
+
     def after_restore(self) -> None:
         optimizer = self.engine.optimizer
-        if self._partitioned:
+        if self._is_partitioned:
             for number in range(len(optimizer.fp16_groups)):
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
         elif hasattr(optimizer, "update_lp_params"):
@@ -224,45 +237,42 @@ class EngineState:
 
 
 class TransientState:
-    """The plain attributes and containers of `roots`, and of all objects of DeepSpeed's runtime below them.
+    """The attributes and containers of `roots`, and of all objects of DeepSpeed's runtime below them.
 
-    Noted when nothing is under way. Objects and containers stay the same. Tensors are noted by reference: their values
-    are `EngineState`'s (of gradients that outlive a step nobody's: `LastingGradients`).
+    Noted when nothing is under way. Objects and containers stay the same; the values of tensors are not noted.
     """
 
     def __init__(self, *roots: Any) -> None:
         self._restores: list[Callable[[], None]] = []
         self._seen: set[int] = set()
-        for root in roots:
-            self._note(root)
+        self.note(*roots)
 
     def note_attributes(self, owners: Sequence[Any], names: Sequence[str]) -> None:
         """Note the attributes `names` of each of `owners` that has them, with their content; no others."""
         for owner in owners:
             found = _some(owner, names)
             self._restores.append(functools.partial(vars(owner).update, found))
-            for value in found.values():
-                self._note(value)
+            self.note(*found.values())
 
     def restore(self) -> None:
         for restore in self._restores:
             restore()
 
-    def _note(self, value: Any) -> None:
-        if id(value) in self._seen:
-            return
-        if isinstance(value, CONTAINERS):
-            held = value.copy()
-            restore = functools.partial(_refill, value, held)
-        elif _is_runtime_object(value):
-            held = dict(vars(value))
-            restore = functools.partial(_reset, value, held)
-        else:
-            return
-        self._seen.add(id(value))
-        self._restores.append(restore)
-        for one in held.values() if isinstance(held, dict) else held:
-            self._note(one)
+    def note(self, *values: Any) -> None:
+        for value in values:
+            if id(value) in self._seen:
+                continue
+            if isinstance(value, CONTAINERS):
+                held = value.copy()
+                restore = functools.partial(_refill, value, held)
+            elif _is_runtime_object(value):
+                held = dict(vars(value))
+                restore = functools.partial(_reset, value, held)
+            else:
+                continue
+            self._seen.add(id(value))
+            self._restores.append(restore)
+            self.note(*(held.values() if isinstance(held, dict) else held))
 
 
 def _refill(container: Any, items: Any) -> None:
@@ -287,38 +297,9 @@ def _is_runtime_object(value: Any) -> bool:
     return module.startswith("deepspeed.runtime.") and ".config" not in module and not is_frozen
 
 
-class Partitioned:
-    """The parameters of an engine with ZeRO 3: partitioned, and gathered while a module runs."""
-
-    def __init__(self, modules: Sequence[Any], parameters: Sequence[Any]) -> None:
-        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-
-        self._modules, self._parameters = modules, parameters
-        self._before = TransientState(FWD_MODULE_STACK, *map(vars, parameters))
-        self._before.note_attributes(modules, OF_MODULES)
-
-    def clean(self) -> None:
-        """Leave nothing gathered or in use. Never communicates."""
-        from deepspeed.runtime.zero.partition_parameters import free_param
-        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-
-        _clear_caches(PartitionedParameterCoordinator)
-        self._before.restore()
-        for module in self._modules:
-            if "applied_pre_backward_ref_cnt" in vars(module):
-                module.applied_pre_backward_ref_cnt = 0
-            if hasattr(module._parameters, "_in_forward"):
-                module._parameters._in_forward = False
-        for parameter in self._parameters:
-            parameter.ds_active_sub_modules.clear()
-            free_param(parameter)
-
-
 def _clear_caches(owner: type) -> None:
-    """Clear the caches of methods that remember their answers: of an earlier trace, to what is released when.
-
-    A survivor that kept them kept parameters that the newcomer gathered, and hung in the first evaluation after a swap.
-    """
+    """Clear the caches of methods that remember their answers: of an earlier trace, to what is released when."""
+    # A survivor that kept them kept parameters that the newcomer gathered, and hung in the first evaluation after that.
     todo = list(vars(owner).values())
     while todo:
         method = todo.pop()
