@@ -283,11 +283,11 @@ def test_what_followers_are_told():
     loss = torch.tensor(2.5, requires_grad=True) * 1
     logits = torch.zeros(outputs.TOLD_BYTES_MAX, requires_grad=True) + 1
     value = {"loss": loss, "rest": (torch.arange(3), None, 7), "logits": logits}
-    heard, requiring = outputs.decode(outputs.encode(value), torch.device("cpu"))
+    heard = outputs.decode(outputs.encode(value), torch.device("cpu"))
     assert heard["loss"].item() == 2.5 and torch.equal(heard["rest"][0], torch.arange(3))
     assert heard["rest"][1:] == (None, 7)
     assert heard["logits"].shape == logits.shape and not heard["logits"].any()
-    assert {id(one) for one in requiring} == {id(heard["loss"]), id(heard["logits"])}
+    assert {id(one) for one in outputs.differentiable(heard)} == {id(heard["loss"]), id(heard["logits"])}
     assert pytree.tree_structure(heard) == pytree.tree_structure(value)
 
 

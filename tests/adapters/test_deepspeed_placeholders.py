@@ -19,8 +19,8 @@ def logits():
 def test_a_large_output_is_told_by_its_shape_and_a_small_one_by_its_values():
     large = torch.zeros(codec.TENSOR_LIMIT_BYTES // 4 + 1)
     record = codec.decode(codec.encode(outputs.encode({"loss": torch.ones(1), "logits": large})))
-    value, requiring = outputs.decode(record, CPU)
-    assert torch.equal(value["loss"], torch.ones(1)) and not requiring
+    value = outputs.decode(record, CPU)
+    assert torch.equal(value["loss"], torch.ones(1)) and not outputs.differentiable(value)
     assert value["logits"].shape == large.shape and value["logits"].dtype == large.dtype
     with pytest.raises(Divergence, match="large output of the engine's model"):
         value["logits"].sum().item()
@@ -60,8 +60,8 @@ def large(monkeypatch):
     """An output above 64 KiB that leads to a loss, as a follower's script gets it."""
     monkeypatch.setattr(Guess, "first_taken", "")
     record = codec.decode(codec.encode(outputs.encode(torch.ones(4, 5000, requires_grad=True))))
-    value, requiring = outputs.decode(record, CPU)
-    (behind,) = cut(Graph(0, None), requiring)
+    value = outputs.decode(record, CPU)
+    (behind,) = cut(Graph(0, None), outputs.differentiable(value))
     assert value.shape == behind.shape == (4, 5000) and behind.requires_grad
     return behind
 
@@ -117,7 +117,7 @@ class Cache:
 
 def test_of_an_object_beside_the_loss_a_follower_knows_the_type():
     record = codec.decode(codec.encode(outputs.encode({"loss": torch.ones(1), "past_key_values": Cache()})))
-    value, _ = outputs.decode(record, CPU)
+    value = outputs.decode(record, CPU)
     assert torch.equal(value["loss"], torch.ones(1)) and value["past_key_values"] is not None
 
 
@@ -125,6 +125,6 @@ def test_of_an_object_beside_the_loss_a_follower_knows_the_type():
     "use", [lambda cache: cache.layers, lambda cache: cache[0], bool, len, list, lambda cache: cache == 3]
 )
 def test_such_an_object_is_of_no_use(use):
-    cache, _ = outputs.decode(outputs.encode([torch.ones(1), Cache()]), CPU)
+    _, cache = outputs.decode(outputs.encode([torch.ones(1), Cache()]), CPU)
     with pytest.raises(Divergence, match=r"test_deepspeed_placeholders.Cache that the engine's model returned"):
         use(cache[1])

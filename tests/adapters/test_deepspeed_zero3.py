@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus, free_param
 
 from deadpool_plugin.adapters.deepspeed import zero3
+from deadpool_plugin.adapters.deepspeed.calls import EngineCalls
 from deadpool_plugin.worker import codec
 
 CALLS = fake(inside=contextlib.nullcontext)
@@ -74,7 +75,7 @@ def test_only_what_a_script_gathers_in_training_is_a_call(monkeypatch):
     entered, handled = [], []
     for name in ("__enter__", "__exit__"):
         monkeypatch.setattr(GatheredParameters, name, lambda context, *exc: entered.append(context))
-    calls = fake(busy=False, is_training=False, handler=lambda call: handled.append(call.name))
+    calls = EngineCalls(lambda call: handled.append(call.name))
     zero3.install(calls)
     context = GatheredParameters([], enabled=False)
     with context:

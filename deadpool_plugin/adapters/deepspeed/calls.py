@@ -1,9 +1,8 @@
 """A script's requests to a DeepSpeed engine as calls: forward, backward, step, a pipeline's batches, and its reads.
 
-Rules of this file: a call is made when the script calls, and kept by the call log. Order of a redo: a forward makes its
-graph's outputs anew, the backward after it goes through the engine's part with the gradients that the script's part
-gave the first time, or from the output that is the loss. A call may have to run again before the script gets its value,
-so it has one every time until `outcome` is asked. Requests of the engine to itself, inside a call, are no calls.
+Rules of this file: in a redo a forward makes its graph's outputs anew. The backward after it goes through the engine's
+part with the gradients that the script's part gave the first time, or from the output that is the loss. A call may run
+again before the script gets its value, so it has one each time until `outcome` is asked.
 Source: DeepSpeed 0.19.8, runtime/engine.py, runtime/pipe/engine.py, utils/tensor_fragment.py, monitor/monitor.py.
 """
 
@@ -51,10 +50,14 @@ class EngineCalls(Nesting):
 
     def install(self, engine_class: type, pipeline_class: type) -> None:
         """Wrap what scripts call. Once, before the engine is built."""
-        self._wrap(engine_class, Forward, "forward")
-        self._wrap(engine_class, Backward, "backward")
-        self._wrap(engine_class, Step, "step", "zero_grad", "allreduce_gradients")
-        self._wrap(pipeline_class, Batch, "train_batch", "eval_batch")
+        for owner, kind, *names in (
+            (engine_class, Forward, "forward"),
+            (engine_class, Backward, "backward"),
+            (engine_class, Step, "step", "zero_grad", "allreduce_gradients"),
+            (pipeline_class, Batch, "train_batch", "eval_batch"),
+        ):
+            for name in names:
+                in_place_of(owner, name)(functools.partial(self.make, kind, f"engine.{name}"))
         self._wrap_backward()
         self._wrap_reads()
         self._wrap_monitors()
@@ -64,14 +67,11 @@ class EngineCalls(Nesting):
             self.state.lasting.check()
             return self.handler(Call("engine._take_model_step", CallKind.UPDATE, original, args, kwargs))
 
-    def _wrap(self, owner: type, kind: type[EngineCall], *names: str) -> None:
-        def method(name: str, original: Function, /, *args: Any, **kwargs: Any) -> Any:
-            if self.busy:
-                return original(*args, **kwargs)
-            return self.handler(kind(self, f"engine.{name}", original, *args, **kwargs))
-
-        for name in names:
-            in_place_of(owner, name)(functools.partial(method, name))
+    def make(self, kind: type[EngineCall], name: str, original: Function, /, *args: Any, **kwargs: Any) -> Any:
+        """Make a call of `original`, or call it as a part of the one under way."""
+        if self.busy:
+            return original(*args, **kwargs)
+        return self.handler(kind(self, name, original, *args, **kwargs))
 
     def _wrap_backward(self) -> None:
         """Hold a script's own `loss.backward()` to the rules of `engine.backward`; its engine's part is a call."""
@@ -97,23 +97,19 @@ class EngineCalls(Nesting):
     # ---- beside the engine
 
     def _wrap_reads(self) -> None:
-        """Make reads of gradients, masters and optimizer state calls.
-
-        A follower makes no gradients and no updates, so it is told the results; in a redo a rank takes part in the
-        communication again. Scripts hold these functions since their first imports, so their code is replaced.
-        """
+        """Make reads of gradients, masters and optimizer state calls: followers have none of their own."""
         from deepspeed import utils
 
-        for name in READS:
+        for name in READS:  # scripts hold these functions since their first imports, so their code is replaced
             function: types.FunctionType = getattr(utils, name)
             original = types.FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
             function.__globals__[f"deadpool_{name}"] = functools.partial(self._read, original)
             function.__code__ = _through.__code__.replace(co_name=name, co_names=(f"deadpool_{name}",))
 
     def _read(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        if self.busy or not self.is_training:
+        if not self.is_training:
             return original(*args, **kwargs)
-        return self.handler(EngineCall(self, original.__name__, original, *args, **kwargs))
+        return self.make(EngineCall, original.__name__, original, *args, **kwargs)
 
     def _wrap_monitors(self) -> None:
         """Write the events of a call once, also where it is redone."""
@@ -196,9 +192,9 @@ class Batch(EngineCall):
     told = outcome
 
     def skipped(self, outcome: Any) -> Any:
-        self._calls.state.show(outcome[1])
-        value, _ = outputs.decode(outcome[0], self._calls.state.engine.device)
-        return value
+        value, visible = outcome
+        self._calls.state.show(visible)
+        return outputs.decode(value, self._calls.state.engine.device)
 
 
 class Forward(EngineCall):
@@ -220,15 +216,13 @@ class Forward(EngineCall):
 
     def __call__(self) -> Any:
         args, kwargs = self._inputs.take()
-        value = super().__call__(*args, **kwargs)
-        tensors = outputs.differentiable(value)
-        return self._behind_cut(value, tensors, tensors)
+        return self._behind_cut(super().__call__(*args, **kwargs), is_made=True)
 
-    def _behind_cut(self, value: Any, tensors: list[torch.Tensor], made: list[torch.Tensor] | None) -> Any:
-        if not tensors:
+    def _behind_cut(self, value: Any, *, is_made: bool) -> Any:
+        if not (tensors := outputs.differentiable(value)):
             return value
         graph = self._graph() or Graph(self._engine.global_steps, None)
-        graph.outputs, self._graph = made, weakref.ref(graph)
+        graph.outputs, self._graph = tensors if is_made else None, weakref.ref(graph)
         return outputs.replaced(value, tensors, cut(graph, tensors))
 
     def check(self) -> None:
@@ -238,14 +232,11 @@ class Forward(EngineCall):
         return outputs.encode(value)
 
     def skipped(self, outcome: Any) -> Any:
-        return self._behind_cut(*outputs.decode(outcome, self._engine.device), None)
+        return self._behind_cut(outputs.decode(outcome, self._engine.device), is_made=False)
 
 
 class Backward(EngineCall):
-    """`engine.backward`: once through the script's part of the graph, as often as needed through the engine's.
-
-    A loss that is an output of the engine's forward has no such part: the engine gets its own output, as without us.
-    """
+    """`engine.backward`: once through the script's part of the graph, as often as needed through the engine's."""
 
     def bind(self, engine: Any, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         super().bind(engine, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
@@ -254,7 +245,7 @@ class Backward(EngineCall):
         self._value: torch.Tensor | None = None
         self._parts: Parts = []
         self._output: int | None = None
-        """The number of the output that the loss is; then its graph is the only part, without gradients."""
+        """The number of the output that the loss is: the script has no part, and the engine gets its own output."""
 
     def __call__(self) -> Any:
         if self._loss is not None:

@@ -1,8 +1,7 @@
 """An engine's ways of saving and loading as calls: a save begins when its step is committed, and is redone as a whole.
 
-Rules of this file: all files of a checkpoint are one save, told when the last of them is there; what DeepSpeed writes
-through `torch.save` on the way is no save of its own. `latest` names a checkpoint only when every rank has written its
-part, and each file is replaced as a whole, so that a save done again never breaks one that is complete.
+Rules of this file: all files of a checkpoint are one save, told when the last of them is there. `latest` names it only
+when every rank has written its part. Each file is replaced as a whole: a redo never breaks a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ class WeightsSave(EngineSave):
 
 
 class CheckpointSave(EngineSave):
-    """One checkpoint of an engine: all ranks save it, to one folder under one name (its tag).
-
-    Checkpoints on each host's own storage have the name alone in common.
-    """
+    """One checkpoint of an engine: all ranks save it, to one folder (unless to their hosts' own) under one tag."""
 
     whole = True
 
@@ -118,15 +114,11 @@ def _saving_beside() -> Iterator[None]:
 
 
 class Gathering(EngineSave):
-    """The whole model's weights on rank 0: a dict of tensors, some of them under several names; None elsewhere.
-
-    They are gathered again in a redo. A follower gets zeros: it saves nothing.
-    """
+    """The whole model's weights on rank 0 (some under several names), None elsewhere. A follower gets zeros."""
 
     gated = False
 
     def outcome(self, value: Any) -> Any:
-        """Record the names, dtype and shape of each weight."""
         if value is None:
             return None
         weights: dict[int, list[Any]] = {}
@@ -150,10 +142,8 @@ def install_loading(calls: EngineCalls, engine_class: type) -> None:
         original: Function, engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         load = functools.partial(original, engine, load_dir)
-        if calls.busy:
-            return load(tag, *args, **kwargs)
-        if calls.is_training:
-            return calls.handler(Load(calls, "engine.load_checkpoint", load, tag, *args, **kwargs))
+        if calls.busy or calls.is_training:
+            return calls.make(Load, "engine.load_checkpoint", load, tag, *args, **kwargs)
         newest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
 
         def tag_there() -> str | None:
@@ -167,10 +157,7 @@ def install_loading(calls: EngineCalls, engine_class: type) -> None:
 
 
 class Load(EngineCall):
-    """A checkpoint loaded in mid-training. Its value is a path and what the script had saved beside the engine's state.
-
-    DeepSpeed reads into the tensors of the shard; tensors that it has put in their place give their values and leave.
-    """
+    """A checkpoint loaded in mid-training. Its value is a path and what the script had saved beside the state."""
 
     def __call__(self) -> Any:
         state = self._calls.state

@@ -1,7 +1,7 @@
 """Inputs and outputs of the engine's forward: kept for a redo, recorded for followers.
 
-Rules of this file: structures are torch's pytrees, so what a library has registered there (Hugging Face's ModelOutput)
-is understood. Followers get the values of small outputs, and others in the place of large ones:
+Structures are torch's pytrees, to which libraries add theirs (Hugging Face's ModelOutput). Followers get the values of
+small outputs, and in the place of a large one:
 - of one that leads to a loss, zeros (`Guess`). The loss itself is told again when `engine.backward` is given it.
 - of any other, a `Placeholder` without values, to pass around, slice and compute with, which gives further ones. Taking
   values, or writing them into a tensor that has some, raises Divergence. A recorded collective fills it with values.
@@ -81,19 +81,17 @@ def _encode_leaf(leaf: Any) -> list[Any]:
     return [leaf.requires_grad, leaf.detach()]
 
 
-def decode(record: list[Any], device: torch.device) -> tuple[Any, list[torch.Tensor]]:
-    """Return the value that a record tells of, and those of its tensors that must require grad."""
-    leaves, requiring = [], []
+def decode(record: list[Any], device: torch.device) -> Any:
+    """Return the value that a record tells of."""
+    leaves = []
     for requires_grad, known, *form in record[1]:
         leaf = known.to(device) if isinstance(known, torch.Tensor) else known
         if len(form) == 1:
             leaf = PlaceholderObject(form[0])
         elif form:
             leaf = unknown(getattr(torch, form[0]), form[1], device, leads_to_loss=requires_grad)
-        leaves.append(leaf)
-        if requires_grad:
-            requiring.append(leaf)
-    return pytree.tree_unflatten(leaves, pytree.treespec_loads(record[0])), requiring
+        leaves.append(leaf.requires_grad_() if requires_grad else leaf)
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(record[0]))
 
 
 def unknown(dtype: torch.dtype, shape: list[int], device: torch.device, *, leads_to_loss: bool) -> torch.Tensor:
@@ -192,14 +190,12 @@ _OURS = tuple(f"{os.path.dirname(module.__file__ or '')}{os.sep}" for module in 
 
 
 class Guess(torch.Tensor):
-    """A tensor of zeros in the place of an output that leads to a loss, or what the script computed of one.
-
-    `is_told`: it has the rank's own values: those of a collective, or of the loss once `engine.backward` was given it.
-    """
+    """A tensor of zeros in the place of an output that leads to a loss, or what the script computed of one."""
 
     first_taken = ""
     """Where the script first took a number from one that was not told."""
     is_told = False
+    """It has the rank's own values: of a collective, or of the loss once `engine.backward` was given it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,6 @@
 """Parameters that ZeRO 3 gathers for the script: with `GatheredParameters`, and where it calls the model itself.
 
-Rules of this file: what communicates is a call. A part of the model on its own is refused: nobody could say what of its
-communication must be done again. So is taking ZeRO 3's hooks off the model.
+A part of the model on its own is refused: nobody could say what of its communication must be done again.
 Source: DeepSpeed 0.19.8, runtime/zero/partition_parameters.py, partitioned_param_coordinator.py, parameter_offload.py.
 """
 
@@ -23,9 +22,9 @@ def install(calls: EngineCalls) -> None:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     def gathering(kind: type[EngineCall], name: str, original: Function, context: Any, *exc: Any) -> Any:
-        if calls.busy or not calls.is_training or not context.enabled:
+        if not calls.is_training or not context.enabled:
             return original(context, *exc)
-        return calls.handler(kind(calls, f"GatheredParameters.{name}", original, context, *exc))
+        return calls.make(kind, f"GatheredParameters.{name}", original, context, *exc)
 
     for name, kind in (("__enter__", Enter), ("__exit__", Exit)):
         in_place_of(GatheredParameters, name)(functools.partial(gathering, kind, name))
@@ -73,10 +72,7 @@ def refuse_taking_hooks(calls: EngineCalls) -> None:
 
 
 class Enter(EngineCall):
-    """All of the context's parameters are gathered: again after a swap inside it, with the body's changes.
-
-    Followers are told small parameters. Larger ones are NaN there: enough for a save, and never taken for numbers.
-    """
+    """All of the context's parameters are gathered: again after a swap inside it, with the body's changes."""
 
     def bind(self, context: Any) -> None:
         super().bind(context)
@@ -100,7 +96,7 @@ class Enter(EngineCall):
 
         for number, parameter in enumerate(self._parameters):
             form = {"dtype": parameter.dtype, "device": parameter.device}
-            fill = float("nan") if parameter.dtype.is_floating_point else 0
+            fill = float("nan") if parameter.dtype.is_floating_point else 0  # enough for a save, and no number
             value = torch.full(parameter.ds_shape, fill, **form) if outcome is None else outcome[number].to(**form)
             parameter.data, parameter.ds_status = value, ZeroParamStatus.AVAILABLE
 
@@ -113,19 +109,17 @@ class Exit(EngineCall):
         self._exc, self._parameters = exc, context.params
         self._enter: Enter | None = vars(context).pop("deadpool_enter", None)
         parts = [] if context.src_rank is None else [parameter.ds_tensor for parameter in self._parameters]
-        self._parts = [(part, part.clone()) for part in parts]
-        self._is_done = False
+        self._before, self._made = [(part, part.clone()) for part in parts], list[tuple[torch.Tensor, torch.Tensor]]()
 
     def __call__(self) -> None:
         exc, self._exc = self._exc, (None, None, None)
         super().__call__(*exc)
-        if self._is_done:
-            for part, made in self._parts:  # the body is not done again
-                part.copy_(made)
+        for part, made in self._made:  # the body is not done again
+            part.copy_(made)
 
     def outcome(self, value: Any) -> Any:
-        self._is_done = True
-        self._parts = [(part, part.clone()) for part, before in self._parts if not torch.equal(part, before)]
+        self._made = [(part, part.clone()) for part, before in self._before if not torch.equal(part, before)]
+        self._before = []
         if self._enter is not None:
             self._enter.held = []
 
@@ -137,18 +131,13 @@ class Exit(EngineCall):
 
 
 def watch_model(calls: EngineCalls, engine: Any) -> None:
-    """Make calls of an engine's model past the engine its calls, with ZeRO 3. Again after the model was compiled.
-
-    With other stages it is the script's own affair: a process that follows does it, too. Hugging Face's Trainer
-    evaluates so. Source: torch's Module._wrapped_call_impl asks `_compiled_call_impl` first, hooks and all, and leaves
-    it out of copies and pickles.
-    """
+    """Make calls of an engine's model past the engine its calls, with ZeRO 3. Again after the model was compiled."""
+    # With other stages a process that follows does it, too. Hugging Face's Trainer evaluates so. torch's
+    # Module._wrapped_call_impl asks `_compiled_call_impl` first, hooks and all, and copies and pickles lack it.
     inner = vars(engine.module).get("_compiled_call_impl") or engine.module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if calls.busy:
-            return inner(*args, **kwargs)
-        return calls.handler(Forward(calls, "engine.forward", past_engine, engine, *args, **kwargs))
+        return calls.make(Forward, "engine.forward", past_engine, engine, *args, **kwargs)
 
     def past_engine(_: Any, /, *args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs)
