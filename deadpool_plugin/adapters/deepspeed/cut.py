@@ -1,10 +1,8 @@
 """The cut through autograd's graph between a script's own part and the engine's.
 
 Rules of this file: what a script gets from the engine's forward is detached from the engine's graph and attached to a
-`Cut`. A backward through the script's part ends there and leaves dL/d(outputs); with these, and outputs computed again
+`_Cut`. A backward through the script's part ends there and leaves dL/d(outputs); with these, and outputs computed again
 after a swap, the engine's part can be gone through as often as needed. The script's part is local and never redone.
-Source: shown bit-exact for ZeRO 1, 2 and 3 with several forwards per backward, retained graphs, and losses computed
-outside the model.
 """
 
 from __future__ import annotations
@@ -20,11 +18,7 @@ from ...worker.copies import to_host
 
 
 class Graph:
-    """One forward's part of the graph, from parameters to `outputs` (the engine's own tensors that require grad).
-
-    It lives as long as the script can reach it, or a logged backward has gone through it. `outputs` is None once a
-    backward has consumed them.
-    """
+    """One forward's part of the graph, from parameters to `outputs` (the engine's own); None once they are consumed."""
 
     def __init__(self, step: int, outputs: list[torch.Tensor] | None) -> None:
         self.step, self.outputs = step, outputs
@@ -90,10 +84,7 @@ def is_collecting() -> bool:
 
 
 def at_rest(parts: Parts) -> Parts:
-    """Move large gradients (of logits, say) to host memory, where they wait for a redo for up to three steps.
-
-    Blocks: never, nor does the device. A swap lets the device come to rest before anything is redone.
-    """
+    """Move large gradients (of logits, say) to host memory, where they wait for a redo. Blocks: never."""
     return [
         (graph, [_in_host_memory(one) if one is not None and _is_far(one) else one for one in gradients])
         for graph, gradients in parts
@@ -141,10 +132,7 @@ def pairs(parts: Parts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def output_of(loss: torch.Tensor) -> tuple[Graph, int] | None:
-    """Return the output that `loss` is, by its number; None if the script has done anything to it, or hooked it.
-
-    Computed again after a swap the output is another tensor.
-    """
+    """Return the output that `loss` is, by its number; None if the script has done anything to it, or hooked it."""
     node: Any = loss.grad_fn
     if node is None or node.name() != CUT_NODE or loss._backward_hooks or loss.retains_grad:
         return None

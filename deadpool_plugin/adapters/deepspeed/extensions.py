@@ -1,9 +1,8 @@
 """Locks of C++ builds: a process that is killed while it compiles must not stop all others.
 
-DeepSpeed compiles its libraries when it is first asked for them, a script its own extensions. torch's lock around a
-build is a file that exists: if its maker is killed, others wait for ever. Here the file is locked besides, which ends
-with the process. Where files cannot be locked (some network file systems), torch's own way stays. Looking at finished
-files takes some seconds a process: so a slot's standby process loads what its processes have loaded.
+torch's lock around a build is a file that exists: if its maker is killed, others wait for ever. Here the file is locked
+besides, which ends with the process. Where files cannot be locked (some network file systems), torch's own way stays.
+Looking at finished files takes some seconds: a slot's standby process loads beforehand what its processes have loaded.
 Source: torch 2.13, torch/utils/file_baton.py and its use in cpp_extension.py; DeepSpeed 0.19.8, op_builder/builder.py.
 """
 

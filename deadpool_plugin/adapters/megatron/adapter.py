@@ -1,9 +1,6 @@
 """Megatron-core as an `Adapter`: functions that are calls, instances, data sets, and options refused by name.
 
-Calls: `DistributedDataParallel.zero_grad_buffer` and `start_param_sync`, the optimizers' `zero_grad` and `step`, the
-three forward-backward schedules, `OptimizerParamScheduler.step`, the reductions of losses that are tracked beside. A
-script need not know: it finds the wrapped ones where it always found them.
-Source: megatron-core 0.16.1; shared state as measured per sub-optimizer of ChainedOptimizer.
+A script finds the wrapped functions where it always found them. Source: megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -171,13 +168,11 @@ def wrap(
 
 
 def install_facts(handler: CallHandler) -> None:
-    """Let a later rehearsal of a rank find the facts that the rank itself found when the job began.
-
-    With `--load X --save X` a job begins without a checkpoint and soon has one. A rehearsal that saw it would load it,
-    with collectives that the job never made. Nor has a rehearsal parameters whose hashes could be compared.
-    Source: megatron/training/checkpointing.py `_load_base_checkpoint`, `checkpoint_exists` (core_v0.14.0 to main; those
-    of 0.19 and later ask `os.path` itself); megatron/core/utils.py `check_param_hashes_across_dp_replicas`.
-    """
+    """Let a later rehearsal of a rank find the facts that the rank itself found when the job began."""
+    # With `--load X --save X` a job begins without a checkpoint and soon has one. A rehearsal that saw it would load
+    # it, with collectives that the job never made. Nor has a rehearsal parameters whose hashes could be compared.
+    # Source: megatron/training/checkpointing.py `_load_base_checkpoint`, `checkpoint_exists` (from 0.19 on they ask
+    # `os.path` itself); megatron/core/utils.py `check_param_hashes_across_dp_replicas`.
     asking = Nesting()  # however many functions the question goes through
 
     def isfile(original: Callable[[Any], bool], path: Any) -> bool:

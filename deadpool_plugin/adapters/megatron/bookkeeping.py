@@ -1,11 +1,10 @@
 """Megatron-core's notes of the step under way, beside model and optimizer: tracked losses and gradient buckets.
 
 Every forward adds to trackers of the process; the script's logging reduces and clears them, so a redone forward would
-count twice. Rules of this file: a tracker that a version lacks is no error.
+count twice. A tracker that a version lacks is no error.
 Source: megatron/core/transformer/moe/moe_utils.py (core_v0.14.0 to 0.17.1), moe_logging.py (0.18.0 and later),
-multi_token_prediction.py, experimental_attention_variant/dsa.py; core/rerun_state_machine.py `validate_result`,
-core/distributed/param_and_grad_buffer.py (0.16.1); training/training.py `consume_seqlen_stats_in_iteration`
-(core_v0.18.0 to main).
+multi_token_prediction.py, experimental_attention_variant/dsa.py; core/rerun_state_machine.py, core/distributed/
+param_and_grad_buffer.py (0.16.1); training/training.py (core_v0.18.0 to main).
 """
 
 from __future__ import annotations
@@ -70,9 +69,7 @@ def noted() -> dict[str, Entry]:
     # forward redone from inside the optimizer's step would raise.
     names, found = c10d._world.pg_names, {}
     for name, entry in _live().items():
-        keys = LENGTHS if name == LOOP else entry.keys()
-        fields = {key: entry[key] for key in keys if key in entry}
-        if fields:
+        if fields := {key: value for key, value in entry.items() if name != LOOP or key in LENGTHS}:
             found[name] = {
                 key: (True, names[value]) if isinstance(value, c10d.ProcessGroup) else (False, _copied(value))
                 for key, value in fields.items()
@@ -139,7 +136,7 @@ def _fields(entry: Any) -> Entry:
 # ---- gradient buckets: groups keep handles, a dispatched flag, and counts of gradients seen
 
 _lives = 0
-"""How often the bucket groups were reset after an interruption."""
+"""How often bucket groups were reset."""
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
@@ -164,11 +161,9 @@ def reset_gradient_buckets(chunks: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def no_sync(chunk: Any) -> Iterator[None]:
-    """Stand in for `DistributedDataParallel.no_sync`, and close only what it opened since the last interruption.
-
-    The schedules enter it by hand, so an interruption leaves it open. Upstream's `finally` then runs whenever the
-    generator is collected: inside a later step that gives wrong gradients (measured: three steps after a swap).
-    """
+    """Stand in for `DistributedDataParallel.no_sync`, and close only what it opened since the last interruption."""
+    # The schedules enter it by hand, so an interruption leaves it open. Upstream's `finally` then runs whenever the
+    # generator is collected: inside a later step that gives wrong gradients (measured: three steps after a swap).
     life = _lives
     for group in bucket_groups(chunk):
         group.is_last_microbatch = False

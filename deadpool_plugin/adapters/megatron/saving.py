@@ -1,9 +1,8 @@
 """Megatron-core's dist_checkpointing.save and AsyncCallsQueue as calls, and what its optimizers gather to be saved.
 
-Rules of this file: the AsyncRequest a script holds stays the same object when its save is done again; only what it
-stands for is exchanged. Writers are processes forked from the training process: they die with it, and a swap kills
-them, children included, before anything is removed or written again. A rank removes what it wrote only if it has not
-begun to finish the checkpoint: without every rank's word the coordinator cannot complete it, now or later.
+Rules of this file: the AsyncRequest a script holds stays the same object in a redo; what it stands for is exchanged.
+Writers, forked from the training process, die with it. A swap kills them before anything is removed or written again.
+A rank removes what it wrote until it begins to finish the checkpoint, which needs every rank's word to be completed.
 Source: megatron-core 0.16.1, strategies/async_utils.py, strategies/filesystem_async.py.
 """
 
@@ -55,14 +54,11 @@ def _wrap(saves: Saves, owner: type, name: str, kind: type[SaveCall]) -> None:
 
 
 class ShardedState(Call):
-    """An optimizer's `sharded_state_dict`: some kinds of it gather the whole state. A follower gets an empty one.
-
-    The log keeps the arguments as they were, and nothing of the result.
-    """
+    """An optimizer's `sharded_state_dict`, some kinds of which gather the whole state. A follower gets an empty one."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.args, self.kwargs = structure((self.args, self.kwargs))
+        self.args, self.kwargs = structure((self.args, self.kwargs))  # as they are now: the script adds to them
 
     def __call__(self) -> Any:
         args, kwargs = structure((self.args, self.kwargs))
@@ -76,8 +72,7 @@ class ShardedState(Call):
 
 
 def _end_with_trainer(original: Function, *args: Any, **kwargs: Any) -> Any:
-    # Left behind, a writer would hold the dead rank's connections open, and its files.
-    if multiprocessing.parent_process() is not None:
+    if multiprocessing.parent_process() is not None:  # left behind, it would hold the dead rank's connections and files
         die_with_trainer()
     return original(*args, **kwargs)
 
@@ -242,26 +237,23 @@ class Schedule(QueueCall):
 
 
 class Finalize(QueueCall):
-    """`maybe_finalize_async_calls`, which looks again and again where it is told to block.
-
-    Every look is a collective, which a swap can interrupt. Upstream waits for a persistent writer's end without one
-    (`is_current_async_call_done`), though the swap has killed it. Queues of all ranks are equally long, so all look
-    equally often, and together whatever `no_dist` says.
-    """
+    """`maybe_finalize_async_calls`, which looks again and again where it is told to block."""
 
     def __call__(self) -> list[int]:
         if not self.kwargs.get("blocking"):
             return self._look(self.kwargs)
-        finalized: list[int] = []
-        while True:
-            finalized += self._look({"self": self._queue})
-            if not self._queue.async_calls:
-                return finalized
+        # A look is a collective, which a swap can interrupt. Upstream waits for a persistent writer's end without one
+        # (`is_current_async_call_done`), though the swap has killed it. Queues of all ranks are equally long, so all
+        # look equally often, and together whatever `no_dist` says.
+        finalized = self._look({"self": self._queue})
+        while self._queue.async_calls:
             time.sleep(LOOK_EVERY_S)
+            finalized += self._look({"self": self._queue})
+        return finalized
 
     def _look(self, arguments: dict[str, Any]) -> list[int]:
-        flights = [flight for flight in list(self._saves.flights) if isinstance(flight, RequestFlight)]
-        waiting = [flight for flight in flights if flight.queue is self._queue]
+        flights = list(self._saves.flights)
+        waiting = [one for one in flights if isinstance(one, RequestFlight) and one.queue is self._queue]
         finalized: list[int] = self.function(**arguments)
         for flight in waiting:
             if flight.active.idx in finalized:

@@ -1,5 +1,4 @@
-"""A rank's training state in Megatron-core: fp32 masters and moments, the model's buffers, plain values of optimizer
-and modules.
+"""A rank's training state in Megatron-core: masters and moments, buffers, plain values of optimizer and modules.
 
 Rules of this file: nothing is rebound; restoring copies into the live tensors. Masters and moments stay where the
 optimizer has them: `torch.save` writes whole storages, and views of one would make a script's checkpoints larger.
@@ -31,9 +30,8 @@ PRECISION = Option("use_precision_aware_optimizer", "keeps moments that are not 
 
 
 class TrainingState:
-    """State of the outermost Megatron optimizer (a ChainedOptimizer or a single one) and of the model it trains.
+    """State of the outermost Megatron optimizer, and of the model it trains. `timers` may grow.
 
-    See `State` for when each method runs. `timers` may grow.
     Raises: Unsupported, naming the optimizer or parameter that cannot be protected.
     """
 
@@ -170,25 +168,23 @@ class TrainingState:
 
 
 class Learned:
-    """Plain values that optimizer objects found out in training and keep, whatever their names.
+    """Plain values that optimizer objects found out in training and keep, whatever their names."""
 
-    From 0.19 on an optimizer asks all ranks, at its first update, which groups of gradient norms there are
-    (`has_grad_norm_group`). A rank that lacks an answer its peers have would issue a collective that they do not.
-    """
+    # From 0.19 on an optimizer asks all ranks, at its first update, which groups of gradient norms there are
+    # (`has_grad_norm_group`). A rank that lacks an answer its peers have would issue a collective that they do not.
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._owners = [vars(optimizer) for optimizer in optimizers]
         self._first = [_plain_values(owner) for owner in self._owners]
 
     def changed(self) -> list[Scalars]:
-        """Return, per optimizer, the values that are new or different since training began."""
+        """Return what is new or different since training began, per optimizer."""
         return [
             {name: value for name, value in _plain_values(owner).items() if name not in first or first[name] != value}
             for owner, first in zip(self._owners, self._first, strict=True)
         ]
 
     def load(self, saved: list[Scalars]) -> None:
-        """Make the values what `changed` returned, on every rank alike."""
         for owner, first, known, values in zip(self._owners, self._first, self.changed(), saved, strict=True):
             for name in known.keys() - values.keys() - first.keys():
                 del owner[name]
@@ -201,10 +197,7 @@ def _plain_values(owner: dict[str, Any]) -> Scalars:
 
 
 def merge_neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the same memory as few tensors: contiguous ones that touch become one (fewer copies a snapshot).
-
-    Their order is that in memory; Megatron's buffers begin with the last parameter.
-    """
+    """Return the same memory as few tensors, in its order: contiguous ones that touch become one."""
     storages: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         storages.setdefault(memory_of(tensor), []).append(tensor)
