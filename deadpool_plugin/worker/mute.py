@@ -2,13 +2,14 @@
 
 Rules of this file: what the script writes of a step that is long over would be wrong now (the file that names the
 latest checkpoint). Descriptors 1 and 2 are a pipe to the agent, never a file: on a full disk the writes of C code and
-of children would fail. Standard library only.
+of children would fail. What goes past Python's `open` and `os` is not caught. Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import io
 import mmap
 import os
@@ -24,15 +25,11 @@ from ..transport import linux
 from .patching import PatchSet
 from .trackers import Trackers
 
-RELEASED, STARTS, LOOPS = range(3)
-"""Stages of a rehearsal: it may change any file; all but logs; none."""
+RELEASED, STARTS, LOOPS = range(3)  # stages of a rehearsal: it may change any file; all but logs; none
 
 
 class Mute:
-    """Redirects file descriptors 1 and 2 into `private` until `lift`; works for everything below Python too.
-
-    Args: private: a descriptor, ours from now on.
-    """
+    """Redirects file descriptors 1 and 2 into `private`, a descriptor that is ours from now on, until `lift`."""
 
     active = False
 
@@ -42,14 +39,15 @@ class Mute:
             os.dup2(private, fd)
         os.close(private)
         self._streams = sys.stdout, sys.stderr
-        self._ours = sys.stdout, sys.stderr = _unfailing(1, sys.stdout), _unfailing(2, sys.stderr)
+        self._ours = sys.stdout, sys.stderr = [  # as they are, but unbuffered (so are ours: python -u)
+            io.TextIOWrapper(_Unfailing(fd, "w", closefd=False), stream.encoding, stream.errors, write_through=True)
+            for fd, stream in enumerate(self._streams, 1)
+        ]
         self._trackers = Trackers()
         self._stage = mmap.mmap(-1, 1)  # shared with what the script forks
         self._stage[0] = STARTS
-        self._silent: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        """Files that were opened as /dev/null, and their paths."""
-        self._own: set[str] = set()
-        """Files that this process has made, or written anew, in start-up."""
+        self._silent = weakref.WeakKeyDictionary[Any, str]()  # files that were opened as /dev/null, and their paths
+        self._own: set[str] = set()  # files that this process has made, or written anew, in start-up
         self._unsaid: list[str] = []
         os.register_at_fork(after_in_child=self._renew_lock)
         self._renew_lock()
@@ -58,7 +56,8 @@ class Mute:
         # `os.mkdir` is left: it makes Python's own temporary folders.
         self._patches.wrap(self._change, os, "rename", "replace", "remove", "unlink", "rmdir", "makedirs")
         self._patches.wrap(self._change, Path, "mkdir")
-        self._patches.wrap(self._remove_tree, shutil, "rmtree")
+        # A tree goes in parts, by os.unlink that knows no path: it is kept as a whole also in a compiler's cache.
+        self._patches.wrap(functools.partial(self._change, in_caches=True), shutil, "rmtree")
         Mute.active = True
 
     def keep_files(self) -> None:
@@ -67,33 +66,27 @@ class Mute:
         Opening one to write gives /dev/null instead; renaming, removing and making directories do nothing. That goes
         for every thread but the plugin's own, and for every process it forks but those of a DataLoader (what they
         write, they read again). Exceptions: files that an `opener` makes (Python's temporary ones), compilers' caches.
-        In start-up logs only are left as they are: a file that is appended to (one that has something in it, and that
-        this process has not made), and the folders that TensorBoard logs to.
-        What goes past Python's `open` and `os` is not caught: a script can ask `is_rehearsal()`.
+        Before, only logs are left as they are: a file that is appended to, unless it is empty or this process has made
+        it, and the folders that TensorBoard logs to.
         """
         self._stage[0] = LOOPS
 
     def release_files(self) -> None:
-        """Let the script write its files again: open ones at the end of what the rank itself has written.
-
-        `lift` says which it cannot write.
-        """
+        """Let the script write its files again: open ones at the end of what the rank itself has written."""
         with self._releasing:
             self._stage[0] = RELEASED
         self._patches.undo()
         for file, path in list(self._silent.items()):
             try:
-                if not file.closed:
+                # It is closed, by a thread maybe; or nobody would see what the rank writes there either.
+                with contextlib.suppress(ValueError, FileNotFoundError):
                     file.flush()
                     access = fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_ACCMODE
-                    with contextlib.suppress(FileNotFoundError):  # nobody would see what the rank writes there either
-                        descriptor = os.open(path, access | os.O_CREAT | os.O_APPEND, 0o666)
-                        os.dup2(descriptor, file.fileno(), inheritable=False)
-                        os.close(descriptor)
+                    descriptor = os.open(path, access | os.O_CREAT | os.O_APPEND, 0o666)
+                    os.dup2(descriptor, file.fileno(), inheritable=False)
+                    os.close(descriptor)
             except OSError as error:
                 self._unsaid.append(f"the script's output to {path}, which it opened before, is lost: {error}")
-            except ValueError:  # a thread of the script's has closed it meanwhile
-                continue
         self._silent.clear()
 
     def lift(self) -> None:
@@ -118,25 +111,20 @@ class Mute:
     def _open(self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         writes = any(letter in mode for letter in "wax+") and isinstance(file, (str, bytes, os.PathLike))
         opener = kwargs.get("opener", args[5] if len(args) > 5 else None)  # the sixth behind the mode
-        if not writes or opener is not None:
-            return original(file, mode, *args, **kwargs)
-        with self._releasing:
-            if self._is_kept(file) or self._is_kept_log(file, mode):
-                opened = original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
-                self._silent[opened] = os.path.abspath(os.fsdecode(file))
-                return opened
+        if writes and opener is None:
+            with self._releasing:
+                if self._is_kept(file) or self._is_kept_log(file, mode):
+                    opened = original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
+                    self._silent[opened] = os.path.abspath(os.fsdecode(file))
+                    return opened
         return original(file, mode, *args, **kwargs)
 
-    def _change(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _change(self, original: Callable[..., Any], *args: Any, in_caches: bool = False, **kwargs: Any) -> Any:
         path = args[0] if args else next(iter(kwargs.values()))
-        return None if self._is_kept(path) else original(*args, **kwargs)
-
-    def _remove_tree(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        # One part of it (os.unlink) knows no path: it is nothing as a whole also in a compiler's cache.
-        return None if self._is_kept(path, in_caches=True) else original(path, *args, **kwargs)
+        return None if self._is_kept(path, in_caches) else original(*args, **kwargs)
 
     def _is_kept(self, path: Any, in_caches: bool = False) -> bool:
-        """Return whether the caller's file is left as it is."""
+        """Return whether the caller's file is left as it is. `in_caches`: in compilers' too."""
         if threading.current_thread().name.startswith("deadpool-") or reads_data():
             return False  # the plugin's own threads may remove a checkpoint behind the script's back
         if self._stage[0] == STARTS:
@@ -152,10 +140,10 @@ class Mute:
             return False
         whole = os.path.abspath(os.fsdecode(path))
         appends = "a" in mode and "+" not in mode and whole not in self._own and not _is_compilers(path)
-        if appends and os.path.isfile(whole) and os.path.getsize(whole):
-            return True
-        self._own.add(whole)
-        return False
+        kept = appends and os.path.isfile(whole) and os.path.getsize(whole) > 0
+        if not kept:
+            self._own.add(whole)
+        return kept
 
 
 class _Unfailing(io.FileIO):
@@ -167,19 +155,11 @@ class _Unfailing(io.FileIO):
         return memoryview(data).nbytes
 
 
-def _unfailing(fd: int, stream: Any) -> io.TextIOWrapper:
-    """Make a stream over `fd` as `stream` is, but unbuffered (so are ours: python -u)."""
-    return io.TextIOWrapper(_Unfailing(fd, "w", closefd=False), stream.encoding, stream.errors, write_through=True)
-
-
 def flush() -> None:
-    """Hand over what has been printed so far: at a cut, so that the agent knows what was printed before it.
-
-    A stream of the script's own that cannot take it (a full disk) says so when the script prints again.
-    """
+    """Hand over what has been printed so far: at a cut, so that the agent knows what was printed before it."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # one of the script's own, on a full disk, says so when it prints again
                 stream.flush()
 
 
@@ -192,11 +172,11 @@ def reads_data() -> bool:
 def _is_compilers(path: Any) -> bool:
     """Return whether it is in a cache of compiled code: Inductor's, Triton's or that of torch's extensions."""
     environ, home = os.environ, os.path.expanduser("~")
-    cache = environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
-    folders = [
-        environ.get("TORCHINDUCTOR_CACHE_DIR", ""),
-        environ.get("TRITON_CACHE_DIR") or os.path.join(environ.get("TRITON_HOME") or home, ".triton"),
-        environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions"),
-    ]
+    cache = environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
+    folders = (
+        environ.get("TORCHINDUCTOR_CACHE_DIR"),
+        environ.get("TRITON_CACHE_DIR") or f"{environ.get('TRITON_HOME') or home}/.triton",
+        environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions",
+    )
     real = os.path.realpath(os.fsdecode(path)) + os.sep
     return any(real.startswith(os.path.realpath(folder) + os.sep) for folder in folders if folder)
