@@ -55,10 +55,8 @@ class PatchSet:
 
 
 def replace(wrappers: dict[Any, Any]) -> None:
-    """Put each wrapper in the place of its original under whatever name a module has it, the script's own included.
-
-    All at once where there are several: looking at everything costs a forked process a copy of most of its pages.
-    """
+    """Put each wrapper in the place of its original under whatever name a module has it, the script's own included."""
+    # All at once where there are several: looking at everything costs a forked process a copy of most of its pages.
     found = {id(original): wrapper for original, wrapper in wrappers.items()}
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None) or {}
@@ -67,10 +65,7 @@ def replace(wrappers: dict[Any, Any]) -> None:
 
 
 def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call `act` with the module `name` right after it is imported; now, if it has been already.
-
-    A folder that happens to have its name, such as the `wandb` that runs are kept in, is not the module.
-    """
+    """Call `act` with the module `name` right after it is imported; now, if it has been already."""
     if name not in sys.modules:
         sys.meta_path.insert(0, _Finder(name, act))
     elif not _is_folder(getattr(sys.modules[name], "__spec__", None)):
@@ -88,20 +83,19 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name != self._name or self not in sys.meta_path:
             return None
         behind: list[Any] = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another of these may be in front of it
-        finders = [finder for finder in behind if hasattr(finder, "find_spec")]
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        found = (finder.find_spec(name, path, target) for finder in behind if hasattr(finder, "find_spec"))
+        spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None and not _is_folder(spec):
-            execute = spec.loader.exec_module
 
-            def exec_module(module: ModuleType) -> None:
+            def exec_module(execute: Callable[..., None], module: ModuleType) -> None:
                 execute(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
                 self._act(module)
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = around(spec.loader.exec_module, exec_module)
         return spec
 
 
-def _is_folder(spec: ModuleSpec | None) -> bool:
+def _is_folder(spec: ModuleSpec | None) -> bool:  # of that name, as the `wandb` that runs are kept in
     return spec is not None and spec.origin is None and spec.submodule_search_locations is not None
