@@ -38,16 +38,12 @@ class JobEnded(Exception):
 class Orders(Protocol):
     """The agent's orders that are carried out at once, on the link's thread."""
 
-    def abort(self, generation: int) -> None:
-        """Announce `generation`, and unblock the main thread."""
-
-    def offer_store(self) -> None:
-        """Host another store, and send where: the main thread may be waiting for others that wait for it."""
+    def abort(self, generation: int) -> None: ...
+    def offer_store(self) -> None: ...
 
 
 class AgentLink:
-    """Everything the agent told this worker, and `send` for the other direction. Thread: main, if nothing else is said;
-    `send`, `event` and `wake` any."""
+    """What the agent tells this worker, and `send` to it. Thread: main, but any for `send`, `event` and `wake`."""
 
     def __init__(self, connection: LocalConnection, generations: Generations) -> None:
         self._connection, self._generations = connection, generations
@@ -55,8 +51,7 @@ class AgentLink:
         self._inbox: deque[tuple[LocalMessage, list[int]]] = deque()
         self._join: local.Join | None = None
         self._end_code: int | None = None
-        self.committed = -1
-        """The newest step known to be committed, -1 before the first."""
+        self.committed = -1  # the newest step known to be so, -1 before the first
 
     def start(self, orders: Orders) -> None:
         """Begin reading (the process has a second thread from here on: no fork afterwards)."""
@@ -73,13 +68,13 @@ class AgentLink:
     def _read(self, orders: Orders) -> None:
         try:
             while True:
-                message, descriptors = self._connection.recv()
-                if isinstance(message, local.Abort):
-                    orders.abort(message.generation)
-                elif isinstance(message, local.HostStore):
-                    orders.offer_store()
-                else:
-                    self._note(message, descriptors)
+                match self._connection.recv():
+                    case local.Abort(generation), _:
+                        orders.abort(generation)
+                    case local.HostStore(), _:
+                        orders.offer_store()  # the main thread may be waiting for others that wait for it
+                    case message, descriptors:
+                        self._note(message, descriptors)
         except ConnectionClosed:
             os._exit(EXIT_FENCED)
         except BaseException as error:  # a deaf worker would hang the others
@@ -103,14 +98,11 @@ class AgentLink:
     # ---- main thread
 
     def receive(self, *kinds: type[LocalMessage]) -> tuple[LocalMessage, list[int]]:
-        """The oldest message of one of `kinds`; blocks until there is one."""
+        """Return the oldest message of one of `kinds`; blocks until there is one."""
         with self._changed:
-            while True:
-                for item in self._inbox:
-                    if isinstance(item[0], kinds):
-                        self._inbox.remove(item)
-                        return item
-                self._changed.wait()
+            found = self._changed.wait_for(lambda: [item for item in self._inbox if isinstance(item[0], kinds)])
+            self._inbox.remove(found[0])
+            return found[0]
 
     def wait_until(self, done: Callable[[], bool], *, interruptible: bool = True) -> None:
         """Block until `done()`, whose changes call `wake`. Raises: GenerationChanged if `interruptible`."""
@@ -131,18 +123,16 @@ class AgentLink:
             return not cancelled()
 
     def wait_for_join(self) -> local.Join:
-        """Tell the agent of each announced generation that this rank has unwound; block until it hands over the plan of
-        the newest one. Raises: JobEnded."""
+        """Tell the agent that this rank has unwound; block until it hands over the newest plan. Raises: JobEnded."""
         told = self._generations.current
         with self._changed:
             while True:
                 if self._end_code == EXIT_OK:
                     raise JobEnded
-                newest = self._generations.announced
-                if newest > told:
-                    told = newest
+                if self._generations.announced > told:
+                    told = self._generations.announced
                     self.send(local.Unwound(told))
-                if self._join is not None and self._join.generation >= max(newest, self._generations.current + 1):
+                if self._join is not None and self._join.generation >= max(told, self._generations.current + 1):
                     return self._join
                 self._changed.wait()
 
