@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -20,18 +21,16 @@ from ..errors import Unsupported
 TUPLE, TENSOR, LACKING = 1, 2, 3
 TENSOR_LIMIT_BYTES = 1 << 20
 INTEGER_BITS_MAX = 63
-_INTEGER_END = 1 << INTEGER_BITS_MAX
 PLAIN = frozenset({bool, float, str, bytes, type(None)})
 RAISED = "raised"
-TEXT_MAX = 4096
-"""Characters of an exception's text."""
+TEXT_MAX = 4096  # characters of an exception's text
 
 
+@dataclass
 class TooLarge:
     """A stand-in for a tensor, or a result, that was not recorded."""
 
-    def __init__(self, description: str) -> None:
-        self.description = description
+    description: str
 
     @classmethod
     def tensor(cls, dtype: str, shape: list[int]) -> TooLarge:
@@ -60,12 +59,6 @@ def is_recorded(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() <= TENSOR_LIMIT_BYTES
 
 
-def device_of(tensor: torch.Tensor) -> torch.device:
-    """Return where `tensor` is, or was before `copies.to_host`."""
-    device: torch.device = getattr(tensor, "came_from", tensor.device)
-    return device
-
-
 def encode(value: Any) -> bytes:
     """Encode `value`. Raises: Unsupported, which names the type that is neither plain data nor a tensor."""
     return msgspec.msgpack.encode(_prepare(value))
@@ -83,12 +76,12 @@ def _prepare(value: Any) -> Any:
         return {key: _prepare(item) for key, item in value.items()}
     if isinstance(value, list):
         return _prepare_items(value)
-    if isinstance(value, torch.Tensor):
-        body = contents(value) if is_recorded(value) else None
-        form = msgspec.msgpack.encode((*_form(value), device_of(value).type, body))
-        return msgspec.msgpack.Ext(TENSOR, form)
     if isinstance(value, tuple):
         return msgspec.msgpack.Ext(TUPLE, msgspec.msgpack.encode(_prepare_items(value)))
+    if isinstance(value, torch.Tensor):
+        device = getattr(value, "came_from", value.device)  # before `copies.to_host`
+        body = contents(value) if is_recorded(value) else None
+        return msgspec.msgpack.Ext(TENSOR, msgspec.msgpack.encode((*_form(value), device.type, body)))
     if kind is TooLarge:
         return msgspec.msgpack.Ext(LACKING, value.description.encode())
     if isinstance(value, int):
@@ -109,7 +102,7 @@ def _prepare(value: Any) -> Any:
 
 def _prepare_items(items: Sequence[Any]) -> Sequence[Any]:
     # Many small integers (the order of an epoch) go as they are: a tenth of the time.
-    if set(map(type, items)) == {int} and max(items) < _INTEGER_END and min(items) > -_INTEGER_END:
+    if set(map(type, items)) == {int} and max(max(items), -min(items)).bit_length() <= INTEGER_BITS_MAX:
         return items
     return [_prepare(item) for item in items]
 
@@ -123,14 +116,14 @@ def _restore(code: int, data: memoryview) -> Any:
         return TooLarge(bytes(data).decode())
     if code == TUPLE:
         return tuple(decode(data))
-    if code == TENSOR:
-        name, shape, device, body = msgspec.msgpack.decode(data)
-        dtype = getattr(torch, name)
-        if body is None:
-            return TooLarge.tensor(name, shape)
-        tensor = torch.frombuffer(bytearray(body), dtype=dtype).view(shape) if body else torch.zeros(shape, dtype=dtype)
-        return tensor if device == "cpu" else tensor.to(device)
-    raise ValueError(f"unknown extension {code} in a call record: it was written by another version")
+    if code != TENSOR:
+        raise ValueError(f"unknown extension {code} in a call record: it was written by another version")
+    name, shape, device, body = msgspec.msgpack.decode(data)
+    if body is None:
+        return TooLarge.tensor(name, shape)
+    dtype = getattr(torch, name)
+    tensor = torch.frombuffer(bytearray(body), dtype=dtype).view(shape) if body else torch.zeros(shape, dtype=dtype)
+    return tensor if device == "cpu" else tensor.to(device)
 
 
 # ---- exceptions of saves
@@ -150,28 +143,25 @@ def encode_error(error: BaseException) -> dict[str, Any]:
 
 
 def decode_error(outcome: Any) -> BaseException | None:
-    """Make the exception that `encode_error` was given, with its text; None for a call that returned.
-
-    Its class is made here, below the nearest one of the original's that this process knows: `except` catches it as it
-    caught the original, and nothing of that class is run to make it.
-    """
+    """Make the exception that `encode_error` was given, with its text; None for a call that returned."""
+    # Its class is made here, below the nearest one of the original's that this process knows: `except` catches it as it
+    # caught the original, and nothing of that class is run to make it.
     if not isinstance(outcome, dict) or RAISED not in outcome:
         return None
     kinds, text, arguments = outcome[RAISED]
     name = kinds[0].rpartition(":")[2].rpartition(".")[2]
-    for kind in filter(None, map(_known, kinds)):
-        made: Any = type(name, (kind,), {"__module__": kind.__module__, "__str__": lambda self: text})
-        builtin: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    for kind in kinds:
+        module, _, path = kind.partition(":")
+        known: Any = sys.modules.get(module)
+        for part in path.split("."):
+            known = getattr(known, part, None)
+        if not (isinstance(known, type) and issubclass(known, BaseException)):
+            continue
+        made: Any = type(name, (known,), {"__module__": known.__module__, "__str__": lambda self: text})
+        builtin: Any = next(base for base in known.__mro__ if base.__module__ == "builtins")
         try:
-            return cast(BaseException, builtin.__new__(made, *arguments))
+            error: BaseException = builtin.__new__(made, *arguments)
+            return error
         except TypeError:  # a group of exceptions is not made of a text
             continue
     raise AssertionError("BaseException itself is always known")
-
-
-def _known(kind: str) -> type[BaseException] | None:
-    module, _, name = kind.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and issubclass(found, BaseException) else None
