@@ -25,8 +25,7 @@ from ..mirror.arena import SlotPair
 from . import codec
 from .link import AgentLink
 
-SLOW_S, SLOW_STEPS = 1.0, 5
-"""`SLOW_STEPS` steps in a row that each wait longer than `SLOW_S`, and for more than half their time, are reported."""
+SLOW_S, SLOW_STEPS = 1.0, 5  # so many steps in a row that wait longer, and for more than half their time, are reported
 
 
 class Layout:
@@ -55,14 +54,14 @@ class Layout:
         return sum(tensor._version for tensor in self.tensors if not tensor.is_inference())
 
     def views(self, payload: memoryview) -> list[torch.Tensor]:
-        """Each tensor's place in `payload` as a tensor of its shape and dtype (shares the memory)."""
+        """Return each tensor's place in `payload` as a tensor of its shape and dtype (shares the memory)."""
         whole = torch.frombuffer(payload, dtype=torch.uint8)
         places = zip(self.tensors, self._offsets, strict=True)
         return [whole[offset : offset + t.nbytes].view(t.dtype).view(t.shape) for t, offset in places]
 
     @torch.no_grad()
     def load(self, payload: memoryview) -> None:
-        """Payload -> live tensors, in place."""
+        """Copy `payload` into the live tensors."""
         for tensor, view in zip(self.tensors, self.views(payload), strict=True):
             tensor.copy_(view)
 
@@ -89,10 +88,7 @@ class Stager:
         self._thread = ThreadPoolExecutor(1, "deadpool-stager", enter)
 
     def stage(self, step: int, generation: int, scalars: bytes, records: bytes, paired: int = 0) -> None:
-        """Copy the shard as it is now into the slot of `step` once the gate is open.
-
-        Args: paired: what the collectives up to this cut come to (transport/flight_recorder.py).
-        """
+        """Copy the shard as it is now into the slot of `step` once the gate is open. `paired`: see `SnapshotHeader`."""
         self._layout.check()
         for tensor in self._layout.tensors:
             if id(tensor) in self._changing:
@@ -111,10 +107,7 @@ class Stager:
         self._staged.add_done_callback(lambda _: self._link.wake())
 
     def wait(self) -> None:
-        """Block until nothing is being staged: the shard may change afterwards. Report if most of a step is spent so.
-
-        Raises: GenerationChanged; what the staging thread met, for the script's own traceback and exit code.
-        """
+        """Block until nothing is staged: the shard may change then. Raises: GenerationChanged; the thread's error."""
         began = time.monotonic()
         self._link.wait_until(self._staged.done)
         self._staged.result()
@@ -164,16 +157,14 @@ class Stager:
             stream.synchronize()
 
     def _pin(self) -> None:
-        """Page-lock the arena for direct copies from the device (stays registered for the life of the process), if it
-        can be; copies are slower else."""
+        """Page-lock the arena for direct copies from the device, for the life of the process; they are slower else."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for step in (0, 1):
-            memory = torch.frombuffer(self._slots.payload(step), dtype=torch.uint8)
-            try:
+        try:
+            for step in (0, 1):
+                memory = torch.frombuffer(self._slots.payload(step), dtype=torch.uint8)
                 torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-            except RuntimeError as error:
-                text = f"snapshots are copied through memory that could not be page-locked: {error}"
-                self._link.event("Note", text=text)
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device="cuda")  # the next kernel, whoever launches it, is told of that error again
-                return
+        except RuntimeError as error:
+            text = f"snapshots are copied through memory that could not be page-locked: {error}"
+            self._link.event("Note", text=text)
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # the next kernel, whoever launches it, is told of that error again
