@@ -73,7 +73,7 @@ def start_live(connection: LocalConnection, config: Config, order: local.RunRank
         assert isinstance(start, local.StartGroups)
         context.groups.start(start.generation, start.store)
     except GenerationChanged:  # the world it was for is over, and another process will begin the script
-        raise SystemExit(context.wait_for_end()) from None
+        raise SystemExit(context.link.wait_for_end(interruptible=False)) from None
     context.mode = starting = Starting(context, order.rank, config.header_kib * 1024)
     starting.watch()
     return context
@@ -176,7 +176,7 @@ def run_script(argv: list[str], context: Context, failed: Callable[[str], None])
         failed(str(error))  # the agent writes it into the rank's file; the job says it once for all ranks
         return error.exit_code
     except GenerationChanged:  # during start-up there is nothing to go back to: the agents end the job
-        return context.wait_for_end()
+        return context.link.wait_for_end(interruptible=False)
     except BaseException as error:
         with contextlib.suppress(OSError):
             traceback.print_exc()

@@ -1,9 +1,8 @@
 """The seam between the plugin and a training framework.
 
-An adapter names the framework functions that are *calls* (recorded, and redone after a swap) and knows which
-tensors and plain values make up a rank's state. It communicates with nobody and decides nothing: the worker
-runtime calls it, always on the worker's main thread unless a method says otherwise.
-May import: torch, the framework, `deadpool_plugin.errors`; not the agent, not the protocol.
+An adapter names the framework functions that are *calls* (recorded, and redone after a swap) and knows which tensors
+and plain values make up a rank's state. It communicates with nobody and decides nothing: the worker runtime calls it,
+always on the worker's main thread. May import: torch, the framework, `errors`; not the agent, not the protocol.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .functions import CallHandler
+from . import rng
+from .calls import CallHandler
 from .saving import Saves
 
 Scalars = dict[str, Any]
@@ -57,10 +57,7 @@ class State(Protocol):
         """The tensors of `shard` hold the restored values: put back the scalars, in place, rebinding nothing."""
 
     def after_restore(self) -> None:
-        """Make everything that derives from the shard true again (16-bit parameters, on all data-parallel ranks).
-
-        Blocks: communicates in the groups of the new generation; every rank calls it.
-        """
+        """Make what derives from the shard true again (16-bit parameters). Blocks: for all ranks, in the new groups."""
 
 
 class Adapter(Protocol):
@@ -98,3 +95,17 @@ class Adapter(Protocol):
     def guessed(self) -> str:
         """Return, in a follower, where the script first took a number that followers are not told; "" if it did not."""
         return ""
+
+
+def capture_rng(adapter: Adapter, like: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Copy every random state; the framework's tensors are never written in place and go by reference.
+
+    Returns: `like` itself if it is the same: a copy takes some 30 KB, and the log keeps one of each call.
+    """
+    states = {**rng.capture_host(), "framework": adapter.rng_states()}
+    return like if like and rng.equal(states, like) else states
+
+
+def restore_rng(adapter: Adapter, states: dict[str, Any]) -> None:
+    rng.restore_host(states)
+    adapter.set_rng_states(states["framework"])

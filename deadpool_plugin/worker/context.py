@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
+import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from ..comm import patches
 from ..comm.collective import Operation
@@ -21,13 +24,13 @@ from ..core import local
 from ..errors import Divergence, Unsupported, present
 from . import saving
 from .adapter import Adapter
-from .calls import WholeStep
-from .functions import RUNS_MODEL, Call
+from .calls import RUNS_MODEL, Call, CallKind
+from .copies import Inputs
+from .iterators import POINTER, RewoundByItself
 from .link import AgentLink, give_up
 from .resumable import Tapes
 
-STORES_KEPT = 3
-"""The one on offer, that of this generation and that of the one before (each costs descriptors and a thread)."""
+STORES_KEPT = 3  # that on offer, of this generation and of the one before (each costs descriptors and a thread)
 
 
 class Mode(Protocol):
@@ -36,9 +39,7 @@ class Mode(Protocol):
     inside: bool
 
     def call(self, call: Call) -> Any: ...
-
     def collective(self, handle: Handle, operation: Operation) -> Any: ...
-
     def finish(self) -> int: ...
 
 
@@ -49,16 +50,14 @@ class Context:
     """
 
     mode: Mode
-    installed: ClassVar[Context | None] = None
-    """That of this process, for functions under `@deadpool_plugin.step`."""
+    installed: ClassVar[Context | None] = None  # for functions under `@deadpool_plugin.step`
 
     def __init__(self, link: AgentLink, groups: Groups, adapters: Sequence[Adapter], *, local_rank: int) -> None:
         self.link, self.groups, self._adapters = link, groups, adapters
         self._adapter: Adapter | None = None
         self.saves = saving.Saves(link, groups, lambda call: self.mode.call(call))
         self.tapes = Tapes()
-        self.difference: Divergence | None = None
-        """That this process, which follows a rank, has been seen to read other data."""
+        self.difference: Divergence | None = None  # from the rank that this process follows, in the data it has read
         self._offers_stores = local_rank == 0
         self._stores: list[Any] = []
         self._exit_code: int | None = None
@@ -86,7 +85,7 @@ class Context:
 
     @property
     def adapter(self) -> Adapter:
-        """The one whose framework made the first forward call."""
+        """Return the one whose framework made the first forward call."""
         return present(self._adapter, "nobody knows before the first forward which framework trains")
 
     def _call(self, adapter: Adapter, call: Call) -> Any:
@@ -134,37 +133,23 @@ class Context:
         self.saves.abort(generation)
 
     def offer_store(self) -> None:
-        """Host a fresh store for the next group build and tell the agent where it listens.
-
-        The two before it live on: somebody's groups may still talk to them. Thread: the main one, once the script has
-        reached its first call; the link's whenever the newest one is built upon.
-        """
+        """Host a fresh store for the next group build. Thread: main at the first call; the link's for later ones."""
         if self._offers_stores:
             server, address = host_store()
-            self._stores = [*self._stores, server][-STORES_KEPT:]
+            self._stores = [*self._stores, server][-STORES_KEPT:]  # somebody's groups may still talk to the older ones
             self.link.send(local.StoreOffer(address))
 
     # ---- the end
 
     def finish(self) -> int:
-        """Serve swaps until every rank's script is done with its groups, as this one is. Returns the exit code.
-
-        Reached from `destroy_process_group` or the end of the script, whichever comes first.
-        """
-        if self._exit_code is None:
+        """Serve swaps until every rank's script is done with its groups, as this one is. Returns the exit code."""
+        if self._exit_code is None:  # else `destroy_process_group` came before the end of the script
             self._exit_code = self.mode.finish()
         return self._exit_code
 
-    def wait_for_end(self) -> int:
-        """Block until the agent ends this process, whatever generation it is. Returns the exit code."""
-        return self.link.wait_for_end(interruptible=False)
-
 
 def available(adapters: Sequence[Adapter]) -> list[Adapter]:
-    """Those whose framework the script has imported; before it has imported any, the first one that is installed.
-
-    Raises: Unsupported if there is none.
-    """
+    """List those whose framework is imported, else the first that is installed. Raises: Unsupported without one."""
     if imported := [adapter for adapter in adapters if adapter.framework in sys.modules]:
         return imported
     for adapter in adapters:
@@ -176,3 +161,59 @@ def available(adapters: Sequence[Adapter]) -> list[Adapter]:
         " or ".join(adapter.framework for adapter in adapters),
         "install it on every host, or run this script without the plugin",
     )
+
+
+class WholeStep(Call):
+    """A script's own step function under `@deadpool_plugin.step`, as one call: kept, redone and followed as a whole.
+
+    What the framework is asked inside it is no call of its own, but for the update, which waits for the snapshot before
+    it. Followers are told what it returned, and of the framework what a script can see.
+    """
+
+    def __init__(
+        self, adapter: Adapter, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        super().__init__(f"step {function.__qualname__}", CallKind.STEP, function)
+        self._adapter, self._inputs = adapter, Inputs(args, kwargs, self.name)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, torch.nn.Parameter):
+                raise Unsupported(
+                    f"{self.name} was given a tensor of {list(leaf.shape)} that requires grad",
+                    "data: a graph that begins outside the function cannot be redone",
+                    "do everything that leads to the loss inside it",
+                )
+            # what gives something else each time it is asked, and nobody rewinds; files are written to
+            if hasattr(type(leaf), "__next__") and not isinstance(leaf, (RewoundByItself, io.IOBase)):
+                raise Unsupported(
+                    f"{self.name} was given a {type(leaf).__name__} to read data from, which a redo would read on",
+                    "the data themselves, or a resumable loader",
+                    POINTER,
+                )
+
+    def __call__(self) -> Any:
+        args, kwargs = self._inputs.take()
+        with self._adapter.inside_step():
+            return self.function(*args, **kwargs)
+
+    def check(self) -> None:
+        self._inputs.check()
+
+    def outcome(self, value: Any) -> Any:
+        return [value, self._adapter.state.visible()]
+
+    told = outcome
+
+    def skipped(self, outcome: Any) -> Any:
+        value, visible = outcome
+        self._adapter.state.show(visible)
+        return value
+
+    def loss(self, value: Any, on_host: Callable[[Any], Any]) -> float | None:
+        """Find the loss in the function's result: a number, the first, or the one so called."""
+        value = on_host(value)
+        if isinstance(value, dict):
+            value = value.get("loss")
+        elif isinstance(value, (list, tuple)):
+            value = next(iter(value), None)
+        is_number = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
+        return float(value) if is_number else None

@@ -1,9 +1,8 @@
 """Copies of what a call was given or has told, kept for doing it again and for its record.
 
 Rules of this file: structures are torch's pytrees, so what a library has registered there (Hugging Face's ModelOutput)
-is understood. Containers and small tensors are copied, those of a device to the host as long as there are not too many;
-a large tensor is kept by reference, and refused by name rather than used if it is changed in place meanwhile.
-Parameters are what the restore brings back; everything else goes by reference.
+is understood. Containers and small tensors are copied, those of a device to the host as long as there are not too many.
+All else goes by reference: parameters, which the restore brings back, and large tensors, which must not change.
 """
 
 from __future__ import annotations
@@ -19,22 +18,18 @@ from torch.utils import _pytree as pytree
 
 from ..comm.collective import tensors
 from ..errors import Unsupported
-from .codec import device_of, is_recorded
+from .codec import is_recorded
 
-COPIED_BYTES_MAX = 1 << 20
-"""Size up to which a tensor is copied."""
+COPIED_BYTES_MAX = 1 << 20  # of one tensor
 ON_HOST_BYTES_MAX = 64 << 20
 """Most bytes of copies in page-locked memory: a long evaluation keeps all its batches until the next step is done."""
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy `tensor` from its device into page-locked memory; whole once the current stream is synchronized.
-
-    The copy is encoded like `tensor` itself, and allocates nothing on the device.
-    """
+    """Copy `tensor` from its device into page-locked memory; whole once the current stream is synchronized."""
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # strides and all: NCCL sums in memory's order
     host.copy_(tensor.detach(), non_blocking=True)
-    host.came_from = tensor.device  # type: ignore[attr-defined]
+    host.came_from = tensor.device  # type: ignore[attr-defined]  # it is encoded like `tensor` itself
     return host
 
 
@@ -46,15 +41,13 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def copied_back(copy: torch.Tensor) -> torch.Tensor:
     """Copy what `copied` has made, to where it came from."""
-    device = device_of(copy)
+    device = getattr(copy, "came_from", copy.device)
     return copy.clone() if device == copy.device else copy.to(device)
 
 
 def replaced(value: Any, other: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Copy `value` into plain containers, each tensor replaced by `other` of it; all else goes by reference.
-
-    Not a pytree's map: that leaves alone what is of a class below list or dict, tensors and all.
-    """
+    """Copy `value` into plain containers, each tensor replaced by `other` of it; all else goes by reference."""
+    # Not a pytree's map: that leaves alone what is of a class below list or dict, tensors and all.
     if isinstance(value, torch.Tensor):
         return other(value)
     if isinstance(value, dict):
@@ -65,37 +58,22 @@ def replaced(value: Any, other: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
-class HostCopies:
-    """Copies in host memory of the tensors in what a call tells, where they are recorded: one wait for all."""
+def on_host(value: Any = None) -> Callable[[Any], Any]:
+    """Copy the tensors that a call tells to the host; the result puts the copies in their places in anything."""
 
-    def __init__(self, value: Any = None) -> None:
-        on_device = [tensor for tensor in tensors(value) if _is_on_device(tensor) and is_recorded(tensor)]
-        # Each copy with the tensor itself: as long as that lives no other has its place.
-        self._copies = {_place(tensor): (tensor, to_host(tensor)) for tensor in on_device}
+    def place(tensor: torch.Tensor) -> Any:  # on a device: its memory and form, which its detached views share
+        is_on_device = type(tensor) is torch.Tensor and tensor.is_cuda
+        return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if is_on_device else None
 
-    def of(self, value: Any) -> Any:
-        """Put the copies in the places of their tensors in `value`."""
-
-        def on_host(tensor: torch.Tensor) -> torch.Tensor:
-            return self._copies.get(_place(tensor), (tensor, tensor))[1] if _is_on_device(tensor) else tensor
-
-        return replaced(value, on_host) if self._copies else value
-
-
-def _is_on_device(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.is_cuda
-
-
-def _place(tensor: torch.Tensor) -> Any:
-    """Name memory and form of `tensor`, which its detached views share."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    # Each copy with the tensor itself: as long as that lives no other has its place.
+    copies = {at: (one, to_host(one)) for one in tensors(value) if is_recorded(one) and (at := place(one))}
+    return lambda other: replaced(other, lambda one: copies.get(place(one), (one, one))[1]) if copies else other
 
 
 class Kept:
     """A structure as it was given, in containers of its own, small tensors copied."""
 
-    on_host_bytes = 0
-    """Size of all copies in page-locked memory."""
+    on_host_bytes = 0  # of all copies in page-locked memory
 
     def __init__(self, value: Any) -> None:
         self._on_host_bytes = 0
@@ -125,7 +103,7 @@ class Kept:
 
 
 class Inputs(Kept):
-    """Arguments of a call, and as they were when it was made. `user`: whose, for messages."""
+    """Arguments of a call, and as they were when it was made. `user`: whose they are, for messages."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], user: str) -> None:
         super().__init__((args, kwargs))
@@ -163,8 +141,7 @@ def structure(value: Any, copies: dict[int, Any] | None = None) -> Any:
     """Copy the plain containers in `value`; all else (tensors, the script's own containers) goes by reference.
 
     Saving functions change the dicts and shard descriptions they are given; doing it again needs them as they were.
-
-    Args: copies: of what was met before, so that what is shared stays shared.
+    `copies`: of what was met before, so that what is shared stays shared.
     """
     copies = {} if copies is None else copies
     if id(value) in copies:

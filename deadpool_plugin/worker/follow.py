@@ -24,10 +24,10 @@ from ..core import local
 from ..errors import WHOLE_STEP, Divergence, present
 from ..mirror.arena import SlotPair
 from . import codec, rng
-from .calls import RANDOM_STATES
+from .adapter import restore_rng
+from .calls import MAKES_STEP, RANDOM_STATES, RUNS_MODEL, Call, CallKind
 from .context import Context
 from .file_view import FileView
-from .functions import MAKES_STEP, RUNS_MODEL, Call, CallKind
 from .iterators import IteratorTable, prove
 from .live import Live
 from .mute import Mute
@@ -35,8 +35,7 @@ from .staging import Layout
 
 _KEEP = "keep what a job has loaded when it began, a checkpoint above all, until the job has ended (save_total_limit)"
 _INSTEAD = f"take it after engine.backward(loss), compute the loss inside the model, or {WHOLE_STEP}"
-MOVED_EVERY_S = 1.0
-"""How often a process on its way through past steps says how far it has come, at most."""
+MOVED_EVERY_S = 1.0  # how often a process on its way through past steps says how far it has come, at most
 
 
 class Follow:
@@ -68,14 +67,9 @@ class Follow:
             record = self._next_record(call.name)
             if record is None:
                 return self._context.mode.call(call)
-            _, value, pulls, read = record
+            _, outcome, pulls, read = record
             place = self._step + 1, call.name
             self._compare(self._context.tapes.take_digest(), read, *place)
-            if call.kind is CallKind.SAVE:
-                self._draw_alike()
-                if error := codec.decode_error(value):
-                    raise error
-                return call.skipped(value)
             _, stand_ins = IteratorTable().wrap(call.kwargs.get("data_iterator"))
             for iterator, pulled in zip([*stand_ins, *self._context.tapes], pulls, strict=True):
                 mine = iterator.skip(*pulled)
@@ -83,11 +77,14 @@ class Follow:
                     self._compare(mine, pulled[-1], *place)
                 elif pulled[0] and iterator in stand_ins:
                     self._passed_over[iterator.inner] = pulled, *place
-            value = call.skipped(value)
+            error = codec.decode_error(outcome) if call.kind is CallKind.SAVE else None
+            value = call.skipped(outcome) if error is None else None
             if call.kind in MAKES_STEP:
                 self._step += 1
                 self._more()  # the cut: a take-over begins here, before the script goes on
             self._draw_alike()
+            if error is not None:
+                raise error
             return value
 
     def collective(self, handle: Handle, operation: Operation) -> Any:
@@ -98,9 +95,8 @@ class Follow:
         if record is None:
             return self._context.mode.collective(handle, operation)
         results, source = record[1]
-        written = operation.outputs()
         with torch.no_grad():
-            for mine, recorded in zip(written, results, strict=True):
+            for mine, recorded in zip(operation.outputs(), results, strict=True):
                 mine.copy_(recorded)
         self._draw_alike()
         return HandleWork(operation, source)
@@ -125,12 +121,12 @@ class Follow:
     def _compare(self, mine: int, recorded: int, step: int, name: str) -> None:
         if mine == recorded:
             return
+        follower, place = f"the process that follows rank {self._rank}", f"for {name} of step {step}"
+        read = f"{follower} read other data than the rank itself {place}"
         if self._guessed:
-            read = f"the process that follows rank {self._rank} read other data for {name} of step {step}"
             raise Divergence(f"{read}, after {self._guessed}", "the batches the rank itself read", _INSTEAD)
-        read = f"the process that follows rank {self._rank} read other data than the rank itself"
         self._context.difference = Divergence(
-            f"{read} for {name} of step {step} (digest {mine:08x})",
+            f"{read} (digest {mine:08x})",
             f"the same batches, digest {recorded:08x}",
             "seed torch, numpy and random; a data set must give every process the same items: none that depend on the "
             "clock, os.urandom, the host or the order in which a directory is listed",
@@ -140,7 +136,7 @@ class Follow:
     # ---- records
 
     def _next_record(self, name: str) -> Any:
-        """The record of the call `name` the script is making now; None once this process has taken over."""
+        """Return the record of the call `name` the script is making now; None once this process has taken over."""
         if self._context.difference is not None:  # which the script has caught
             raise self._context.difference
         if self._layout is None:
@@ -173,14 +169,13 @@ class Follow:
     def _more(self) -> bool:
         """Block until there is a next record, or until this process has taken over (False)."""
         while not self._records:
-            if not self._segments:
-                message, descriptors = self._context.link.receive(local.History, local.TakeOver)
-                if isinstance(message, local.TakeOver):
-                    self._take_over(message, descriptors[0])
-                    return False
-                assert isinstance(message, local.History)
-                self._segments.extend(message.records)
-                continue
+            while not self._segments:
+                match self._context.link.receive(local.History, local.TakeOver):
+                    case local.History(records), _:
+                        self._segments.extend(records)
+                    case local.TakeOver() as order, (descriptor,):
+                        self._take_over(order, descriptor)
+                        return False
             self._records.extend(map(codec.decode, codec.decode(self._segments.popleft())))
             now = time.monotonic()
             if now - self._told_at >= MOVED_EVERY_S:  # others may wait for this process as long as it moves
@@ -189,9 +184,9 @@ class Follow:
         return True
 
     def _draw_alike(self) -> None:
-        """If the script drew random numbers after this call, it shall draw the same here."""
+        # If the script drew random numbers after this call, it shall draw the same here.
         if self._records and self._records[0][0] == RANDOM_STATES:
-            rng.restore(self._context.adapter, self._records.popleft()[1])
+            restore_rng(self._context.adapter, self._records.popleft()[1])
 
     # ---- a rank's life
 

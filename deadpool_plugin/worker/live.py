@@ -1,9 +1,8 @@
 """A rank in training: calls are logged, steps are staged, and a swap is lived through inside a call.
 
-Rules of this file: the user's script sees one thing only, each call returning its value once. Everything here runs on
-the main thread. A generation change surfaces as GenerationChanged at a wait or in a collective. It unwinds an
-interrupted call, or the wait at the end of the script, and gets no further than here. A generation that changes again
-meanwhile starts the swap over. Ranks go back to one restore step and redo their own calls.
+Rules of this file: everything runs on the main thread; the script sees each call return its value once, and no more.
+A generation change surfaces as GenerationChanged at a wait or in a collective. It unwinds the interrupted call, or the
+wait at the end of the script, and gets no further than here; another one meanwhile starts the swap over.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ from ..core import local
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
 from ..mirror.arena import SlotPair
 from . import codec, copies, rng
-from .calls import CallLog, LoggedCall, forget
+from .adapter import capture_rng, restore_rng
+from .calls import MAKES_STEP, Call, CallKind, CallLog, LoggedCall, forget
 from .context import Context
-from .functions import MAKES_STEP, Call, CallKind
 from .iterators import RewindIterator
 from .link import JobEnded, give_up
 from .mute import flush
 from .saving import Flight, SaveCall
 from .staging import Layout, Stager
 
-PROGRESS_EVERY_S = 1.0
-"""Shortest time between two Progress messages; `stall_timeout_s` is always several times this."""
+PROGRESS_EVERY_S = 1.0  # shortest time between two messages of progress; `stall_timeout_s` is several times this
 
 
 class Live:
@@ -46,7 +44,7 @@ class Live:
         self._log = CallLog(step)
         self.inside = False  # a call is being executed,
         self._updated = False  # and it has made an update
-        self._results = copies.HostCopies()  # of what the newest call told
+        self._results = copies.on_host()  # of what the newest call told
         self._loss: float | None = None
         self._error = ""  # that a failed call gave the script, which must not go on after it
         self._at_entry: dict[str, Any] = {}  # random states when the newest call began,
@@ -67,9 +65,9 @@ class Live:
                 self._stager.wait()
             return call()
         self._begin()
-        found: Sequence[RewindIterator] = ()
-        if "data_iterator" in call.kwargs:
-            call.kwargs["data_iterator"], found = self._log.iterators.wrap(call.kwargs["data_iterator"])
+        data, found = self._log.iterators.wrap(call.kwargs.get("data_iterator"))
+        if found:
+            call.kwargs["data_iterator"] = data
         logged = LoggedCall(call, self._log.step, self._entry(), self._places(found))
         read = self._context.tapes.take_digest()
         self._updated = False
@@ -86,18 +84,15 @@ class Live:
                 "let one call of the function do all of it",
             )
         self._done(logged, call.outcome(value), read)
-        loss = call.loss(value, self._results.of)
+        loss = call.loss(value, self._results)
         self._loss = loss if loss is not None else self._loss
         if call.kind in MAKES_STEP:
             self._cut()
-        self._results = copies.HostCopies()  # the old ones keep the script's tensors, and their graph
+        self._results = copies.on_host()  # the old ones keep the script's tensors, and their graph
         return value
 
     def collective(self, handle: Handle, operation: Operation) -> Any:
-        """A collective the script issues outside any call: a call of its own, done to the end before it returns.
-
-        Its tensors are kept as they were at entry, so that it can be issued again on them.
-        """
+        """Issue a collective; outside any call it is a call of its own, done to the end before it returns."""
         now = time.monotonic()
         if now - self._progress_at >= PROGRESS_EVERY_S:  # even a very long step is seen to make some
             self._progress_at = now
@@ -122,15 +117,14 @@ class Live:
         def again() -> None:
             self._groups.issue(handle, Operation(*copies.replaced(kept, copies.copied_back))).wait()
 
-        logged = LoggedCall(
-            Call(operation.name, CallKind.PLAIN, first_time), self._log.step, restore_tensors, self._places()
-        )
+        call = Call(operation.name, CallKind.PLAIN, first_time)
+        logged = LoggedCall(call, self._log.step, restore_tensors, self._places())
         outcome = self._run(logged)
         if not any(map(self._adapter.state.owns, written)):  # else the calls before it bring its entry back
-            logged.call.function = again
+            call.function = again
         logged.restore_entry = restore_entry
         self._done(logged, outcome)
-        self._results = copies.HostCopies()
+        self._results = copies.on_host()
         return HandleWork(operation, outcome[1])
 
     def finish(self) -> int:
@@ -171,14 +165,9 @@ class Live:
         """List the place in each iterator that a call or the script reads: a redo must return there, too."""
         return [(iterator, iterator.position) for iterator in (*given, *self._context.tapes)]
 
-    def _random_states(self, before: dict[str, Any]) -> dict[str, Any]:
-        """Capture them; `before` itself where they are the same: some 30 KB a call, which the log keeps."""
-        states = rng.capture(self._adapter)
-        return before if rng.equal(states, before) else states
-
     def _entry(self) -> Callable[[], None]:
         framework, kernels = self._adapter.state.entry_state(), rng.capture_switches()
-        random_states = self._at_entry = self._random_states(self._at_exit)
+        random_states = self._at_entry = capture_rng(self._adapter, self._at_exit)
         if self._at_exit and random_states is not self._at_exit:
             self._log.drew(self._at_exit)
 
@@ -186,7 +175,7 @@ class Live:
             torch.clear_autocast_cache()
             rng.restore_switches(kernels)
             framework()
-            rng.restore(self._adapter, random_states)
+            restore_rng(self._adapter, random_states)
 
         return restore
 
@@ -205,14 +194,18 @@ class Live:
             logged.rewind()
 
     def _execute(self, logged: LoggedCall) -> Any:
-        call = logged.call
+        call, saves = logged.call, self._context.saves
         self._groups.generations.check()
         if call.kind is CallKind.UPDATE:
             self._stager.wait()
-        self._results = copies.HostCopies()
+        self._results = copies.on_host()
         with self._executing():
             if isinstance(call, SaveCall):
-                return self._save(call, logged.segment)
+                saves.step = step = logged.segment
+                if call.gated:  # it begins once its step is committed: no swap goes back behind what is written
+                    self._link.wait_until(lambda: max(self._restored, self._link.committed) >= step)
+                with saves.under_way():
+                    return call()
             value = call()
             # Wait until the results are sure to be valid. A kernel of NCCL's ends well, with garbage, if a neighbour on
             # this host was aborted (prims_simple.h: an aborted one posts its steps without their data), and that
@@ -220,18 +213,10 @@ class Live:
             # the latest by the call that makes the step.
             is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             if is_used and (call.is_read or not codec.is_plain(value)):
-                self._results = copies.HostCopies(call.told(value))
+                self._results = copies.on_host(call.told(value))
                 torch.cuda.current_stream().synchronize()
             self._groups.generations.check_heard(self._slots.announced)
         return value
-
-    def _save(self, call: SaveCall, step: int) -> Any:
-        """Begin once the step is committed: no swap goes back behind what is written."""
-        self._context.saves.step = step
-        if call.gated:
-            self._link.wait_until(lambda: max(self._restored, self._link.committed) >= step)
-        with self._context.saves.under_way():
-            return call()
 
     @contextlib.contextmanager
     def _executing(self) -> Iterator[None]:
@@ -248,16 +233,16 @@ class Live:
 
     def _done(self, logged: LoggedCall, outcome: Any, read: int = 0) -> None:
         """Record a call: the script gets its value now, and what it draws from here on is its own."""
-        lacking = self._log.add(logged, self._results.of(outcome), read)
+        lacking = self._log.add(logged, self._results(outcome), read)
         if lacking and not self._cannot_be_followed:
             self._cannot_be_followed = True
-            place = f"{logged.call.name} in the loop of step {self._log.step + 1}"
             text = (
-                f"{place} gave rank {self._rank} {lacking.description}: no other process can take this rank over any "
-                f"more; keep large results out of the loop, or {WHOLE_STEP}"
+                f"{logged.call.name} in the loop of step {self._log.step + 1} gave rank {self._rank} "
+                f"{lacking.description}: no other process can take this rank over any more; keep large results out of "
+                f"the loop, or {WHOLE_STEP}"
             )
             self._link.event("Note", text=text)
-        self._at_exit = self._random_states(self._at_entry)
+        self._at_exit = capture_rng(self._adapter, self._at_entry)
         self._adapter.state.left()
 
     # ---- steps
@@ -275,8 +260,8 @@ class Live:
 
     def stage(self, step: int) -> None:
         """Stage the state at the cut of `step`, at which this rank is now."""
-        scalars, data = self._results.of(self._adapter.state.scalars()), self._context.tapes.states()
-        state = codec.encode({"rng": rng.capture(self._adapter), "scalars": scalars, "data": data})
+        scalars, data = self._results(self._adapter.state.scalars()), self._context.tapes.states()
+        state = codec.encode({"rng": capture_rng(self._adapter), "scalars": scalars, "data": data})
         self._stager.stage(step, self._groups.generation, state, self._log.records(step - 1), self._groups.cut(step))
 
     def _report_first_step(self, step: int) -> None:
@@ -300,8 +285,14 @@ class Live:
                 self._swap_began = began = self._groups.generations.announced_at
                 self._link.event("WorkerUnblocked", rank=self._rank, duration_s=time.monotonic() - began)
                 join = self._link.wait_for_join()
-                if join.restore_step < self._log.oldest:
-                    self._leave(join.restore_step)
+                if join.restore_step < self._log.oldest:  # calls that a redo would skip are gone
+                    reason = (
+                        f"its process was told to go back to step {join.restore_step}; expected step "
+                        f"{self._log.oldest} or later, after which it has kept its calls (it is at step "
+                        f"{self._log.step}); another process takes the rank over at that step"
+                    )
+                    self._link.send(local.OutOfReach(reason))
+                    raise SystemExit(self._link.wait_for_end(interruptible=False))
                 saves.report_cancelled(flights[reported:], join.restore_step)
                 reported = len(flights)
                 self._enter(join)
@@ -321,20 +312,7 @@ class Live:
             forget(change)
             self._swap()
         self._context.tapes.load(self._stager.state_of(self._restored)["data"])
-        self._at_exit = rng.capture(self._adapter)
-
-    def _leave(self, restore_step: int) -> None:
-        """Have another process take the rank over: calls since `restore_step` are gone, which a redo would skip.
-
-        Blocks: for ever; the agent ends this process.
-        """
-        reason = (
-            f"its process was told to go back to step {restore_step}; expected step {self._log.oldest} or later, after "
-            f"which it has kept its calls (it is at step {self._log.step}); another process takes the rank over at "
-            "that step"
-        )
-        self._link.send(local.OutOfReach(reason))
-        raise SystemExit(self._context.wait_for_end())
+        self._at_exit = capture_rng(self._adapter)
 
     def _enter(self, order: local.Join | local.TakeOver) -> None:
         """Become part of the generation with the state of the step that are ordered. Raises: GenerationChanged."""
@@ -345,14 +323,13 @@ class Live:
         # calls and collectives of ours, not the script's, are neither logged nor redone
         with self._executing():
             self._adapter.state.clean()  # after `rebuild`, which lets operations in flight write their last
-        took, groups = time.monotonic() - began, len(self._groups.handles)
-        self._link.event("GroupsRebuilt", rank=self._rank, groups=groups, duration_s=took)
-        restoring = time.monotonic()
-        state = self._stager.load(step)
-        self._adapter.state.load(state["scalars"])
-        with self._executing():
+            took, groups = time.monotonic() - began, len(self._groups.handles)
+            self._link.event("GroupsRebuilt", rank=self._rank, groups=groups, duration_s=took)
+            restoring = time.monotonic()
+            state = self._stager.load(step)
+            self._adapter.state.load(state["scalars"])
             self._adapter.state.after_restore()
-        rng.restore(self._adapter, state["rng"])
+        restore_rng(self._adapter, state["rng"])
         self._restored = step
         now = time.monotonic()
         self._link.event("StateRestored", rank=self._rank, step=step, duration_s=now - restoring)
@@ -378,10 +355,8 @@ class Live:
 
 
 def _let_device_rest() -> None:
-    """Let kernels of the interrupted call, on whatever stream, write before the state is restored, not into it.
-
-    Blocks: a device that never rests keeps this process from saying that it has unwound, and its agent ends it then.
-    """
+    """Let kernels of the interrupted call, on whatever stream, write before the state is restored, not into it."""
+    # A device that never rests keeps this process from saying that it has unwound, and its agent ends it then.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         try:
             torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Random states that a training call reads (Python's, numpy's, torch's, the framework's), and switches of torch."""
+"""Random states that a training call reads (Python's, numpy's and torch's own), and switches of torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from .adapter import Adapter
-
-
-def capture(adapter: Adapter) -> dict[str, Any]:
-    """Copy every random state; the framework's tensors are never written in place and go by reference."""
-    return {**capture_host(), "framework": adapter.rng_states()}
-
 
 def capture_host() -> dict[str, Any]:
-    """Copy those states that data loaders draw from, as bytes: they are compared and kept at every call."""
+    """Copy the random states, as bytes: they are compared and kept at every call, and at every item of a loader."""
     name, keys, position, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -33,11 +26,6 @@ def capture_host() -> dict[str, Any]:
     if is_built and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # a loader may augment there
         state["device"] = torch.cuda.get_rng_state()
     return state
-
-
-def restore(adapter: Adapter, state: dict[str, Any]) -> None:
-    restore_host(state)
-    adapter.set_rng_states(state["framework"])
 
 
 def restore_host(state: dict[str, Any]) -> None:
@@ -73,35 +61,27 @@ def equal(left: Any, right: Any) -> bool:
 
 # ---- switches of torch that decide how a call computes: a redo has those of the call, not of the moment
 
-Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
-
-
-def _attribute(owner: Any, name: str) -> Switch:
-    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
-
-
-def _all_switches() -> list[Switch]:
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    found: list[Switch] = [
-        (getattr(cuda, f"{kind}_sdp_enabled"), getattr(cuda, f"enable_{kind}_sdp"))
-        for kind in ("flash", "mem_efficient", "math", "cudnn")
-    ]
-    if hasattr(torch._C, "_get_sdp_priority_order"):
-        found.append((torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order))
-    found += [_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
-    found += [_attribute(cuda.matmul, f"allow_{kind}_reduced_precision_reduction") for kind in ("fp16", "bf16")]
+_CUDA, _CUDNN, _DEVICES = torch.backends.cuda, torch.backends.cudnn, ("cpu", "cuda")
+_ATTRIBUTES: list[tuple[Any, str]] = [
+    *((_CUDNN, name) for name in ("enabled", "benchmark", "deterministic")),
+    *((_CUDA.matmul, f"allow_{kind}_reduced_precision_reduction") for kind in ("fp16", "bf16")),
     # Precision is read and set the new way, which tells of the old way, too; the old one raises where both were used.
-    owners: list[Any] = [torch.backends, cuda.matmul, cudnn, getattr(torch.backends.mkldnn, "matmul", None)]
-    owners += [getattr(cudnn, name, None) for name in ("conv", "rnn")]
-    found += [_attribute(owner, "fp32_precision") for owner in owners]
-    found.append((torch.is_grad_enabled, torch.set_grad_enabled))
-    for kind in ("cpu", "cuda"):
-        found.append((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)))
-        found.append((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)))
-    return found
-
-
-_SWITCHES = _all_switches()
+    *((owner, "fp32_precision") for owner in (torch.backends, _CUDA.matmul, _CUDNN)),
+    (getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision"),
+    *((getattr(_CUDNN, name, None), "fp32_precision") for name in ("conv", "rnn")),
+]
+_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    *(
+        (getattr(_CUDA, f"{kind}_sdp_enabled"), getattr(_CUDA, f"enable_{kind}_sdp"))
+        for kind in ("flash", "mem_efficient", "math", "cudnn")
+    ),
+    *((partial(getattr, *attribute), partial(setattr, *attribute)) for attribute in _ATTRIBUTES),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    *((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)) for kind in _DEVICES),
+    *((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)) for kind in _DEVICES),
+]
+if hasattr(torch._C, "_get_sdp_priority_order"):
+    _SWITCHES.append((torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order))
 
 
 def capture_switches() -> list[Any]:

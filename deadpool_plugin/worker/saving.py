@@ -29,9 +29,9 @@ from ..comm.groups import Groups
 from ..core import local
 from ..transport import linux
 from . import codec
+from .calls import Call, CallHandler, CallKind
 from .copies import structure
 from .folders import Folders
-from .functions import Call, CallHandler, CallKind
 from .link import AgentLink
 from .mute import Mute, reads_data
 from .patching import around, replace, when_imported

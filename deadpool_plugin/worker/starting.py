@@ -18,9 +18,9 @@ from ..core import local
 from ..errors import WHOLE_STEP, Unsupported
 from ..mirror.arena import SlotPair
 from . import codec
+from .calls import RUNS_MODEL, Call, CallKind
 from .context import Context
 from .file_view import Folder, Looks
-from .functions import RUNS_MODEL, Call, CallKind
 from .live import Live
 from .patching import around, when_imported
 from .staging import Layout

@@ -16,7 +16,8 @@ from adapters.test_megatron_state import Job, arguments  # noqa: E402
 from support import fused  # noqa: E402
 
 from deadpool_plugin.errors import Unsupported  # noqa: E402
-from deadpool_plugin.worker import codec, rng  # noqa: E402
+from deadpool_plugin.worker import codec  # noqa: E402
+from deadpool_plugin.worker.adapter import capture_rng, restore_rng  # noqa: E402
 from deadpool_plugin.worker.staging import Layout  # noqa: E402
 
 
@@ -62,14 +63,14 @@ def test_a_saved_shard_brings_back_the_same_future(train_gpt, fused_adam, change
     payload = memoryview(bytearray(layout.payload_bytes))
     for tensor, view in zip(layout.tensors, layout.views(payload), strict=True):
         view.copy_(tensor)
-    saved, position = codec.encode([adapter.state.scalars(), rng.capture(adapter)]), flat.data.get_state()
+    saved, position = codec.encode([adapter.state.scalars(), capture_rng(adapter)]), flat.data.get_state()
     assert ([first, *(flat.step() for _ in range(3))], flat.digest()) == expected
     scalars, random_states = codec.decode(saved)
     adapter.state.load(fresh)  # a newcomer has not counted any step yet
     layout.load(payload)
     adapter.state.load(scalars)
     adapter.state.after_restore()
-    rng.restore(adapter, random_states)
+    restore_rng(adapter, random_states)
     flat.data.set_state(position)
     assert ([first, *(flat.step() for _ in range(3))], flat.digest()) == expected
 

@@ -14,7 +14,8 @@ pytest.importorskip("deepspeed")
 from deadpool_plugin.adapters.deepspeed.adapter import DeepSpeedAdapter, refuse_methods
 from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 from deadpool_plugin.errors import Unsupported
-from deadpool_plugin.worker import codec, rng
+from deadpool_plugin.worker import codec
+from deadpool_plugin.worker.adapter import capture_rng, restore_rng
 from deadpool_plugin.worker.context import available
 
 
@@ -45,21 +46,21 @@ def test_random_generators_of_the_models_own_are_states_too(monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, module)
     adapter = DeepSpeedAdapter()
     tracker.draw()
-    saved = codec.decode(codec.encode(rng.capture(adapter)))
+    saved = codec.decode(codec.encode(capture_rng(adapter)))
     expected = [tracker.draw(), tracker.draw()]
-    rng.restore(adapter, saved)
+    restore_rng(adapter, saved)
     assert [tracker.draw(), tracker.draw()] == expected
 
 
 def test_a_module_that_came_later_is_left_as_it_is(monkeypatch):
     adapter = DeepSpeedAdapter()
     monkeypatch.delitem(sys.modules, "megatron.mpu.random", raising=False)
-    saved = rng.capture(adapter)
+    saved = capture_rng(adapter)
     tracker, module = Tracker(), cast(Any, ModuleType("megatron.mpu.random"))
     module.get_cuda_rng_tracker = lambda: tracker
     monkeypatch.setitem(sys.modules, "megatron.mpu.random", module)
     before = tracker.get_states()
-    rng.restore(adapter, saved)
+    restore_rng(adapter, saved)
     assert tracker.get_states() == before
 
 

@@ -10,8 +10,8 @@ from deadpool_plugin.adapters.megatron import adapter
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.record import Recorder
 from deadpool_plugin.errors import Divergence
+from deadpool_plugin.worker.calls import CallKind
 from deadpool_plugin.worker.follow import Follow
-from deadpool_plugin.worker.functions import CallKind
 from deadpool_plugin.worker.starting import Starting
 
 

@@ -14,7 +14,7 @@ from deadpool_plugin.adapters.megatron import bookkeeping
 from deadpool_plugin.adapters.megatron.adapter import ForwardBackward, MegatronAdapter
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
-from deadpool_plugin.worker.functions import CallKind
+from deadpool_plugin.worker.calls import CallKind
 from deadpool_plugin.worker.staging import Layout
 
 REFUSED = [

@@ -13,7 +13,7 @@ from support.stand_in import fake
 from deadpool_plugin.adapters.megatron import adapter, saving
 from deadpool_plugin.errors import GenerationChanged, Unsupported
 from deadpool_plugin.worker import codec
-from deadpool_plugin.worker.functions import CallKind
+from deadpool_plugin.worker.calls import CallKind
 from deadpool_plugin.worker.saving import Saves
 
 

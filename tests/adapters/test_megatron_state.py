@@ -13,7 +13,8 @@ from deadpool_plugin.adapters.megatron import state
 from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 from deadpool_plugin.adapters.megatron.state import merge_neighbours
 from deadpool_plugin.errors import Unsupported
-from deadpool_plugin.worker import codec, rng
+from deadpool_plugin.worker import codec
+from deadpool_plugin.worker.adapter import capture_rng, restore_rng
 from deadpool_plugin.worker.staging import Layout
 
 
@@ -177,7 +178,7 @@ def test_a_saved_shard_brings_back_the_same_future(train_gpt, changes):
     payload = memoryview(bytearray(layout.payload_bytes))
     for tensor, view in zip(layout.tensors, layout.views(payload), strict=True):
         view.copy_(tensor)
-    saved = codec.encode({"scalars": adapter.state.scalars(), "rng": rng.capture(adapter)})
+    saved = codec.encode({"scalars": adapter.state.scalars(), "rng": capture_rng(adapter)})
     position = job.data.get_state()
     future = [job.step() for _ in range(3)], job.digest()
     pointers = [p.data_ptr() for p in job.model[0].parameters()]
@@ -190,7 +191,7 @@ def test_a_saved_shard_brings_back_the_same_future(train_gpt, changes):
     layout.load(payload)
     adapter.state.load(state["scalars"])
     adapter.state.after_restore()
-    rng.restore(adapter, state["rng"])
+    restore_rng(adapter, state["rng"])
     job.data.set_state(position)
     assert ([job.step() for _ in range(3)], job.digest()) == future
     assert [p.data_ptr() for p in job.model[0].parameters()] == pointers

@@ -23,8 +23,8 @@ import deadpool_plugin
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.mirror.arena import SlotPair
+from deadpool_plugin.worker.calls import Call, CallKind
 from deadpool_plugin.worker.context import Context
-from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.live import Live
 from deadpool_plugin.worker.staging import Layout
 

@@ -6,9 +6,8 @@ from support import present
 
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import calls, codec, proof
-from deadpool_plugin.worker.calls import CallLog, LoggedCall, forget
+from deadpool_plugin.worker.calls import Call, CallKind, CallLog, LoggedCall, forget
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
-from deadpool_plugin.worker.functions import Call, CallKind
 
 
 def nothing() -> None:

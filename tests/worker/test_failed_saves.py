@@ -18,8 +18,8 @@ from deadpool_plugin.comm.collective import Operation
 from deadpool_plugin.core import local
 from deadpool_plugin.errors import GenerationChanged
 from deadpool_plugin.worker import codec, follow, saving
+from deadpool_plugin.worker.calls import Call, CallKind
 from deadpool_plugin.worker.follow import Follow
-from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.resumable import Tapes
 from deadpool_plugin.worker.starting import Starting
 

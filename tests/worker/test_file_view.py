@@ -9,9 +9,9 @@ from support.stand_in import fake
 
 from deadpool_plugin.errors import Divergence
 from deadpool_plugin.worker import codec
+from deadpool_plugin.worker.calls import Call, CallKind
 from deadpool_plugin.worker.file_view import FileView, Looks
 from deadpool_plugin.worker.follow import Follow
-from deadpool_plugin.worker.functions import Call, CallKind
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from support.stand_in import fake
 
 from deadpool_plugin.errors import InvariantViolated, Unsupported
+from deadpool_plugin.worker.calls import Call, CallKind
 from deadpool_plugin.worker.context import Context, available
-from deadpool_plugin.worker.functions import Call, CallKind
 
 
 def adapter(framework):

@@ -44,11 +44,12 @@ class Told(Live):
         for step in range(first + 1, first + steps + 1):
             self._log.prune(step)
         saves = fake(cancel=lambda: [], report_cancelled=lambda *_: None, sweep=lambda *_: None)
-        self._context = fake(saves=saves, wait_for_end=lambda: 86)
+        self._context = fake(saves=saves)
         self._groups = fake(generations=Generations(explain_timeout_s=0.0))
         self._link = fake(
             event=lambda kind, **fields: None,
             wait_for_join=lambda: local.Join(2, "store", restore_step),
+            wait_for_end=lambda interruptible: 86,
             send=self.said.append,
         )
 

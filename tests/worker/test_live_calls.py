@@ -17,9 +17,9 @@ from deadpool_plugin.comm.collective import Operation
 from deadpool_plugin.comm.fabric import HandleWork
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import calls, codec, copies, live
+from deadpool_plugin.worker.calls import Call, CallKind
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX, Inputs
-from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.live import Live
 
 

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from deadpool_plugin.errors import Divergence
 from deadpool_plugin.worker import codec, iterators
-from deadpool_plugin.worker.calls import CallLog, LoggedCall
+from deadpool_plugin.worker.calls import Call, CallKind, CallLog, LoggedCall
 from deadpool_plugin.worker.follow import Follow
-from deadpool_plugin.worker.functions import Call, CallKind
 from deadpool_plugin.worker.iterators import RewindIterator
 from deadpool_plugin.worker.proof import WHOLE_BYTES_MAX, digest
 from deadpool_plugin.worker.resumable import Tapes

@@ -33,7 +33,7 @@ from deadpool_plugin.core import local
 from deadpool_plugin.errors import CheckpointLost, GenerationChanged, Unsupported
 from deadpool_plugin.transport import linux
 from deadpool_plugin.worker import calls, codec, copies, dcp, patching, saving
-from deadpool_plugin.worker.functions import Call, CallKind
+from deadpool_plugin.worker.calls import Call, CallKind
 from deadpool_plugin.worker.link import AgentLink
 from deadpool_plugin.worker.mute import Mute
 

@@ -12,7 +12,7 @@ from deadpool_plugin.config import Config
 from deadpool_plugin.core import local
 from deadpool_plugin.errors import GenerationChanged, Unsupported
 from deadpool_plugin.launch import worker
-from deadpool_plugin.worker.functions import Call, CallKind
+from deadpool_plugin.worker.calls import Call, CallKind
 from deadpool_plugin.worker.starting import UNKNOWN_STEPS_MAX, Starting
 
 
@@ -86,9 +86,11 @@ def test_a_swap_while_groups_are_made_is_no_error_of_the_script(monkeypatch):
         raise GenerationChanged(generation + 1)
 
     context = fake(
-        link=fake(receive=lambda kind: (local.StartGroups(0, "store"), [])),
+        link=fake(
+            receive=lambda kind: (local.StartGroups(0, "store"), []),
+            wait_for_end=lambda interruptible: 3,
+        ),
         groups=fake(start=interrupted),
-        wait_for_end=lambda: 3,
     )
     monkeypatch.setattr(worker, "_context", lambda *_: context)
     with pytest.raises(SystemExit) as ended:

@@ -11,10 +11,9 @@ from support.stand_in import fake
 import deadpool_plugin
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
-from deadpool_plugin.worker.calls import WholeStep
-from deadpool_plugin.worker.context import Context
+from deadpool_plugin.worker.calls import CallKind
+from deadpool_plugin.worker.context import Context, WholeStep
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
-from deadpool_plugin.worker.functions import CallKind
 from deadpool_plugin.worker.resumable import Tapes
 
 

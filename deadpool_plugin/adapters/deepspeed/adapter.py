@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
-from ...worker.functions import CallHandler
+from ...worker.calls import CallHandler
 from ...worker.saving import Saves
 from ..common import REMEDY, FrameworkAdapter, Function, Option, after_init, before, in_place_of, options, refuse
 from . import checkpoints, extensions, zero3

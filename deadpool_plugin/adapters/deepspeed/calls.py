@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...errors import WHOLE_STEP, Unsupported, present
-from ...worker.functions import Call, CallHandler, CallKind
+from ...worker.calls import Call, CallHandler, CallKind
 from ...worker.patching import around, replace
 from ..common import REMEDY, Function, Nesting, in_place_of
 from . import outputs

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import Unsupported
-from ...worker.functions import Call, CallKind
+from ...worker.calls import Call, CallKind
 from ...worker.saving import SaveCall, Saves, write_beside
 from ..common import Function, in_place_of
 from .calls import EngineCall, EngineCalls

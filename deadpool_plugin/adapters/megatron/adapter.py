@@ -16,7 +16,7 @@ import torch
 
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker import iterators
-from ...worker.functions import Call, CallHandler, CallKind
+from ...worker.calls import Call, CallHandler, CallKind
 from ...worker.saving import Saves
 from ..common import REMEDY, FrameworkAdapter, Nesting, Option, after_init, before, in_place_of, options, refuse
 from . import bookkeeping, saving

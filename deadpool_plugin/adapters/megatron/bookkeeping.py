@@ -19,7 +19,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from ...worker.adapter import Scalars
-from ...worker.functions import Call
+from ...worker.calls import Call
 
 Entry = dict[str, Any]
 """The entries of one tracker: tensors of sums, the groups they are reduced over, flags."""

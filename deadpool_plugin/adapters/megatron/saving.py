@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import Unsupported
+from ...worker.calls import Call
 from ...worker.copies import structure
-from ...worker.functions import Call
 from ...worker.patching import around, replace
 from ...worker.saving import Flight, FolderSave, SaveCall, Saves, die_with_trainer, kill_tree
 from ..common import Function
