@@ -15,7 +15,7 @@ from deadpool_plugin.adapters.deepspeed import cut as cut_module, outputs
 from deadpool_plugin.adapters.deepspeed.calls import Backward, EngineCalls, Forward
 from deadpool_plugin.adapters.deepspeed.cut import Graph, ScriptsPart, collect, cut, is_collecting, seed
 from deadpool_plugin.errors import Unsupported
-from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
+from deadpool_plugin.worker.copies import COPIED_BYTES_MAX, Inputs
 
 
 def model():
@@ -267,7 +267,7 @@ def test_communication_in_the_scripts_part_is_refused(tmp_path):
 def test_inputs_made_in_inference_mode_are_kept():
     with torch.inference_mode():
         small, large = torch.ones(2), torch.ones(COPIED_BYTES_MAX)
-        inputs = outputs.inputs((small, large), {})
+        inputs = Inputs((small, large), {}, "the engine's forward")
     args, _ = inputs.again()
     assert torch.equal(args[0], small) and args[1] is large
 

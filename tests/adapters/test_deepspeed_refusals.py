@@ -12,12 +12,12 @@ deepspeed = pytest.importorskip("deepspeed")
 from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
 from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 
-from deadpool_plugin.adapters.deepspeed import outputs, zero3  # noqa: E402
+from deadpool_plugin.adapters.deepspeed import zero3  # noqa: E402
 from deadpool_plugin.adapters.deepspeed.adapter import COMPRESSION, OPTIONS, DeepSpeedAdapter, check  # noqa: E402
 from deadpool_plugin.adapters.deepspeed.calls import EngineCalls, Forward  # noqa: E402
 from deadpool_plugin.adapters.deepspeed.optimizer import Adam  # noqa: E402
 from deadpool_plugin.errors import Unsupported  # noqa: E402
-from deadpool_plugin.worker.copies import COPIED_BYTES_MAX  # noqa: E402
+from deadpool_plugin.worker.copies import COPIED_BYTES_MAX, Inputs  # noqa: E402
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=[option.path for option in OPTIONS])
@@ -38,7 +38,7 @@ def made(path, value):
     inner = fake(**{last: value})
     for name in reversed(outer):
         inner = fake(**{name: inner})
-    return kind(**vars(inner))
+    return kind(**vars(inner), module=torch.nn.Module())
 
 
 @pytest.mark.parametrize("technique", COMPRESSION)
@@ -163,13 +163,14 @@ def test_state_made_beforehand_is_what_adam_makes_itself():
 
 
 def test_an_input_that_requires_grad_is_refused():
+    calls = EngineCalls(lambda *call: None)
     with pytest.raises(Unsupported, match="requires grad"):
-        outputs.inputs((torch.zeros(2, requires_grad=True),), {})
+        Forward(calls, "engine.forward", lambda engine: None, fake(), torch.zeros(2, requires_grad=True))
 
 
 def test_a_small_input_is_kept_as_it_was_and_a_large_one_must_stay_so():
     small, large = torch.ones(4), torch.ones(COPIED_BYTES_MAX // 4 + 1)
-    inputs = outputs.inputs((small,), {"large": large})
+    inputs = Inputs((small,), {"large": large}, "the engine's forward")
     small.zero_()
     args, kwargs = inputs.again()
     assert torch.equal(args[0], torch.ones(4)) and kwargs["large"] is large

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class DeepSpeedAdapter(FrameworkAdapter):
     calls: EngineCalls
     """From `install` on."""
     state: EngineState
+    beforehand = staticmethod(extensions.beforehand)
 
     def __init__(self) -> None:
         self._engines = weakref.WeakSet[Any]()
@@ -70,16 +71,12 @@ class DeepSpeedAdapter(FrameworkAdapter):
     def is_used(self) -> bool:
         return bool(self._engines)
 
-    def beforehand(self) -> Sequence[str]:
-        return extensions.beforehand()
-
     def attach(self) -> None:
         gc.collect()  # engines that the script has let go of are full of cycles
         engines = list(self._engines)
         if len(engines) != 1:
             raise Unsupported(f"the script has {len(engines)} DeepSpeed engines", "exactly one", ONE_ENGINE)
         check(engines[0])
-        check_recurrent(engines[0].module)
         zero3.watch_model(self.calls, engines[0])
         self.state = EngineState(engines[0])
         self.calls.begin_training(self.state)
@@ -159,13 +156,9 @@ def check(engine: Any) -> None:
     if kind not in ("DeepSpeedEngine", "PipelineEngine"):
         raise Unsupported(f"the engine is a {kind}", "a DeepSpeedEngine or a PipelineEngine", REMEDY)
     refuse(engine, OPTIONS)
-
-
-def check_recurrent(model: Any) -> None:
-    """Raises: Unsupported for recurrent layers with dropout on a GPU."""
     # cuDNN draws the masks from a state of its own, which every restore of torch's generator begins anew
     # (ATen/native/cudnn/RNN.cpp, get_dropout_state).
-    for module in model.modules():
+    for module in engine.module.modules():
         draws = isinstance(module, torch.nn.RNNBase) and module.dropout > 0 and module.num_layers > 1
         if draws and any(parameter.is_cuda for parameter in module.parameters()):
             raise Unsupported(

@@ -16,9 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ...errors import WHOLE_STEP, Unsupported, present
 from ...worker.calls import Call, CallHandler, CallKind
+from ...worker.copies import Inputs
 from ...worker.patching import around, replace
 from ..common import REMEDY, Function, Nesting, in_place_of
 from . import outputs
@@ -204,7 +206,13 @@ class Forward(EngineCall):
 
     def bind(self, engine: Any, /, *args: Any, **kwargs: Any) -> None:
         super().bind(engine)
-        self._engine, self._inputs = engine, outputs.inputs(args, kwargs)
+        if torch.is_grad_enabled() and outputs.differentiable((args, kwargs)):
+            raise Unsupported(
+                "an input of the engine's forward requires grad",
+                "inputs that are data",
+                f"train what computes it as a part of the engine's model, or {WHOLE_STEP}",
+            )
+        self._engine, self._inputs = engine, Inputs(args, kwargs, "the engine's forward")
         self._graph: Callable[[], Graph | None] = lambda: None
         # A redo would keep activations on the device, and the hooks' owner would wait for those of the first time.
         if torch._C._autograd._top_saved_tensors_default_hooks(True):
@@ -223,7 +231,8 @@ class Forward(EngineCall):
             return value
         graph = self._graph() or Graph(self._engine.global_steps, None)
         graph.outputs, self._graph = tensors if is_made else None, weakref.ref(graph)
-        return outputs.replaced(value, tensors, cut(graph, tensors))
+        given = {id(tensor): behind for tensor, behind in zip(tensors, cut(graph, tensors), strict=True)}
+        return pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), value)
 
     def check(self) -> None:
         self._inputs.check()

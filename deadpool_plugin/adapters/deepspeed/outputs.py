@@ -1,4 +1,4 @@
-"""Inputs and outputs of the engine's forward: kept for a redo, recorded for followers.
+"""Outputs of the engine's forward, recorded for followers.
 
 Structures are torch's pytrees, to which libraries add theirs (Hugging Face's ModelOutput). Followers get the values of
 small outputs, and in the place of a large one:
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,34 +19,16 @@ from torch.utils import _pytree as pytree
 
 from ...errors import WHOLE_STEP, Divergence, Unsupported
 from ...worker.codec import TENSOR_LIMIT_BYTES
-from ...worker.copies import Inputs
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 TOLD_BYTES_MAX = 1 << 16
 """Largest output that requires grad and whose values followers know. Of larger ones they know shape and dtype."""
 
 
-def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    """Return the inputs of the engine's forward. Raises: Unsupported if it would go on in the script's graph."""
-    if torch.is_grad_enabled() and differentiable((args, kwargs)):
-        raise Unsupported(
-            "an input of the engine's forward requires grad",
-            "inputs that are data",
-            f"train what computes it as a part of the engine's model, or {WHOLE_STEP}",
-        )
-    return Inputs(args, kwargs, "the engine's forward")
-
-
 def differentiable(value: Any) -> list[torch.Tensor]:
     """Return the tensors in `value` that require grad, each once."""
     leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     return list({id(leaf): leaf for leaf in leaves}.values())
-
-
-def replaced(value: Any, originals: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Any:
-    """Return `value` with each of `originals` replaced by its counterpart in `others`."""
-    table = {id(original): other for original, other in zip(originals, others, strict=True)}
-    return pytree.tree_map(lambda leaf: table.get(id(leaf), leaf), value)
 
 
 def encode(value: Any) -> list[Any]:
@@ -134,9 +115,7 @@ class Placeholder(torch.Tensor):
             return func(*args, **kwargs)
         known, device = {id(placeholder.held): placeholder for placeholder in placeholders}, placeholders[0].device
         given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-        in_place = [
-            one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write
-        ]
+        in_place = [one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write]
         written = pytree.tree_leaves([given.get(name) for name in in_place])
         if any(one is not None and id(one) not in known for one in written):
             raise _unknown(func)

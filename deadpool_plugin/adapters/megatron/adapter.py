@@ -131,17 +131,7 @@ class MegatronAdapter(FrameworkAdapter):
                 "exactly one",
                 f"build one with get_megatron_optimizer before the first training call, {REMEDY}",
             )
-        check_arguments(getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None))
-        if not self._chunks:
-            raise Unsupported(
-                "an optimizer without a model in megatron.core.distributed.DistributedDataParallel",
-                "all model chunks in DistributedDataParallel, not in FSDP or torch's own",
-                f"wrap the model in it, {REMEDY}",
-            )
-        for chunk in self._chunks:
-            check_model(chunk.config)
-            refuse(chunk.ddp_config, GRADIENTS)
-        refuse(outermost[0].config, OPTIMIZER)
+        check(self._chunks, outermost[0].config)
         self.state = TrainingState(self._chunks, outermost[0], self._schedulers, self._timers)
         self.calls.is_training = True
 
@@ -191,10 +181,9 @@ def install_facts(handler: CallHandler) -> None:
             wrap(handler, module, HASHES, CallKind.FACT)
 
 
-def _subclasses(cls: type) -> dict[type, None]:
-    """Return `cls` and everything below it that is imported by now, in order."""
-    children: list[type] = cls.__subclasses__()
-    return dict.fromkeys([cls, *(below for child in children for below in _subclasses(child))])
+def _subclasses(cls: type) -> set[type]:
+    """Return `cls` and everything below it that is imported by now."""
+    return {cls}.union(*map(_subclasses, cls.__subclasses__()))
 
 
 def _mean(reported: Any) -> float | None:
@@ -311,8 +300,9 @@ TRAINING = (
 """Options among Megatron-LM's own arguments, where its training loop runs."""
 
 
-def check_arguments(args: Any) -> None:
-    """Raises: Unsupported, naming one of Megatron-LM's arguments, why, and what to do instead."""
+def check(chunks: list[Any], optimizer_config: Any) -> None:
+    """Raises: Unsupported, naming the option, why, and what to do instead."""
+    args: Any = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     refuse(args, TRAINING)
     if getattr(args, "fim_data", False) and not args.num_workers:
         raise Unsupported(
@@ -321,18 +311,22 @@ def check_arguments(args: Any) -> None:
             "loader workers, whose items are all read",
             f"add --num-workers 1, {REMEDY}",
         )
-
-
-def check_model(config: Any) -> None:
-    """Raises: Unsupported, naming an option of the model, why, and what to do instead."""
-    refuse(config, MODEL)
-    routing: Any = sys.modules.get("megatron.core.transformer.moe.moe_utils")
-    if hasattr(getattr(routing, "RandomSTE", None), "generator"):  # up to 0.15
-        refuse(config, [ROUTERS])
-    if (bias := getattr(config, "moe_router_force_biased", None) or 0.0) < 0:
+    if not chunks:
         raise Unsupported(
-            f"moe_router_force_biased = {bias} adds to routers what they drew in their first forward, which a "
-            "replacement does not run",
-            "None, or a number that is not negative: it is drawn in every forward",
-            f"make it positive, {REMEDY}",
+            "an optimizer without a model in megatron.core.distributed.DistributedDataParallel",
+            "all model chunks in DistributedDataParallel, not in FSDP or torch's own",
+            f"wrap the model in it, {REMEDY}",
         )
+    routing: Any = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    has_generator = hasattr(getattr(routing, "RandomSTE", None), "generator")  # up to 0.15
+    for chunk in chunks:
+        refuse(chunk.config, (*MODEL, ROUTERS) if has_generator else MODEL)
+        if (bias := getattr(chunk.config, "moe_router_force_biased", None) or 0.0) < 0:
+            raise Unsupported(
+                f"moe_router_force_biased = {bias} adds to routers what they drew in their first forward, which a "
+                "replacement does not run",
+                "None, or a number that is not negative: it is drawn in every forward",
+                f"make it positive, {REMEDY}",
+            )
+        refuse(chunk.ddp_config, GRADIENTS)
+    refuse(optimizer_config, OPTIMIZER)
