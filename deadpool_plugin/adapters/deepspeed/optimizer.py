@@ -146,33 +146,33 @@ class LastingGradients:
 
     def __init__(self, engine: Any) -> None:
         self._optimizer = optimizer = engine.optimizer
-        self._trained: list[tuple[str, Any]] = []
-        self._ever: set[int] = set()
-        self._now: dict[int, bool] = {}
+        self._trained: dict[Any, str] = {}
+        self._ever: set[Any] = set()
+        self._now: dict[Any, bool] = {}
         """Whether it was in the step's first backward, of those with gradients in this step."""
         stage = engine.zero_optimization_stage()
         if stage != 3 and not (stage > 0 and getattr(optimizer, "cpu_offload", False)):
             return
         named = engine.module.named_parameters()
-        self._trained = [(name, one) for name, one in named if one.requires_grad and _has_part(one)]
-        numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._trained)}
+        self._trained = {one: name for name, one in named if one.requires_grad and _has_part(one)}
 
         def note(written: Any, *_: Any, **__: Any) -> None:
             for parameter in written if isinstance(written, list) else [written]:
-                if id(parameter) in numbers:
-                    self._now.setdefault(numbers[id(parameter)], optimizer.micro_step_id <= 0)
+                if parameter in self._trained:
+                    self._now.setdefault(parameter, optimizer.micro_step_id <= 0)
 
         before(optimizer, "partition_grads" if stage == 3 else "copy_grads_in_partition", note)
 
     def check(self) -> None:
         """Raises: Unsupported, before an update that would use gradients of an earlier step."""
-        missed = {number for number in self._ever if not self._now.get(number)}
+        missed = {parameter for parameter in self._ever if not self._now.get(parameter)}
         # An offloaded optimizer copies gradients in the last backward only, and notes the norms of those it has.
         if not missed and (norms := getattr(self._optimizer, "norm_for_param_grads", None)) is not None:
-            missed = {n for n in self._ever if self._optimizer.get_param_id(self._trained[n][1]) not in norms}
+            missed = {one for one in self._ever if self._optimizer.get_param_id(one) not in norms}
         if missed:
+            first = next(name for parameter, name in self._trained.items() if parameter in missed)
             raise Unsupported(
-                f"{len(missed)} parameters (first: {self._trained[min(missed)][0]}) had gradients in an earlier step "
+                f"{len(missed)} parameters (first: {first}) had gradients in an earlier step "
                 "and get none in every backward of this one; DeepSpeed would use the old ones, which are not mirrored",
                 "with ZeRO 3, or an offloaded optimizer, parameters that take part in every backward or in none",
                 "let the loss depend on all of them (add 0.0 * output.sum() of what is left out), or use ZeRO 1 or 2 "
@@ -181,12 +181,13 @@ class LastingGradients:
         self._ever |= self._now.keys()
         self._now = {}
 
-    def without(self) -> list[int]:
-        """List the parameters that never had a gradient, by number."""
-        return [number for number in range(len(self._trained)) if number not in self._ever]
+    def without(self) -> list[str]:
+        """Name the parameters that never had a gradient."""
+        return [name for parameter, name in self._trained.items() if parameter not in self._ever]
 
-    def load(self, without: Sequence[int]) -> None:
-        self._ever, self._now = set(range(len(self._trained))).difference(without), {}
+    def load(self, without: Sequence[str]) -> None:
+        never = set(without)
+        self._ever, self._now = {one for one, name in self._trained.items() if name not in never}, {}
 
 
 def _has_part(parameter: Any) -> bool:
