@@ -94,41 +94,38 @@ class FrameworkAdapter(Adapter):
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a framework's that a swap cannot restore.
+    """An option of a framework's that a swap cannot restore, or several alike.
 
-    `path`: attributes, methods without arguments and keys that lead to its value in a configuration or an engine.
+    `paths`: attributes, methods without arguments and keys that lead to its value in a configuration or an engine.
     `harmless`: the values that are not refused. `called`: its name in messages, if it is not the path.
     """
 
-    path: str
+    paths: str
     reason: str
     remedy: str = "leave it out"
     harmless: tuple[Any, ...] = (None, False)
     called: str = ""
 
-    def value(self, owner: Any) -> Any:
-        """Return the option's value in `owner`; None if this version lacks it."""
-        for name in self.path.split("."):
-            owner = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
-            if callable(owner):
-                owner = owner()
-        return owner
 
-
-def options(paths: str, reason: str, remedy: str = "leave it out", called: str = "") -> list[Option]:
-    """Make an option of each of `paths`."""
-    return [Option(path, reason, remedy, called=called) for path in paths.split()]
+def value_at(path: str, owner: Any) -> Any:
+    """Return an option's value in `owner`; None if this version lacks it."""
+    for name in path.split("."):
+        owner = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
+        if callable(owner):
+            owner = owner()
+    return owner
 
 
 def refuse(owner: Any, options: Sequence[Option]) -> None:
     """Raises: Unsupported, naming the option that is not harmless, why, and what to do instead."""
     for option in options:
-        value, name = option.value(owner), option.called or option.path
-        if value not in option.harmless:
-            harmless = " or ".join(map(repr, option.harmless))
-            raise Unsupported(
-                f"{name} = {value!r} {option.reason}", f"it to be {harmless}", f"{option.remedy}, {REMEDY}"
-            )
+        for path in option.paths.split():
+            if (value := value_at(path, owner)) not in option.harmless:
+                raise Unsupported(
+                    f"{option.called or path} = {value!r} {option.reason}",
+                    f"it to be {' or '.join(map(repr, option.harmless))}",
+                    f"{option.remedy}, {REMEDY}",
+                )
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -26,7 +26,7 @@ def model():
 def training_calls(handler=lambda *call: None):
     """EngineCalls of an engine that has no parameter."""
     calls = EngineCalls(handler)
-    calls.begin_training(fake(has_parameter=lambda leaf: False))
+    calls.state, calls.is_training = fake(has_parameter=lambda leaf: False), True
     return calls
 
 

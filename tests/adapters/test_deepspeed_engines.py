@@ -138,7 +138,7 @@ def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followe
     engine = build(lambda: torch.nn.Linear(4, 1), zero_optimization={"stage": stage})
     weight = engine.module.weight
     calls = EngineCalls(handler)
-    calls.begin_training(stand_in(EngineState))
+    calls.state, calls.is_training = stand_in(EngineState), True
     calls._wrap_reads()
     engine.backward(engine(torch.ones(1, 4)).sum())
     gradient = safe_get_full_grad(weight)

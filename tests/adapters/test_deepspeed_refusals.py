@@ -12,6 +12,7 @@ deepspeed = pytest.importorskip("deepspeed")
 from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
 from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 
+from deadpool_plugin.adapters.common import value_at  # noqa: E402
 from deadpool_plugin.adapters.deepspeed import zero3  # noqa: E402
 from deadpool_plugin.adapters.deepspeed.adapter import COMPRESSION, OPTIONS, DeepSpeedAdapter, check  # noqa: E402
 from deadpool_plugin.adapters.deepspeed.calls import EngineCalls, Forward  # noqa: E402
@@ -19,16 +20,18 @@ from deadpool_plugin.adapters.deepspeed.optimizer import Adam  # noqa: E402
 from deadpool_plugin.errors import Unsupported  # noqa: E402
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX, Inputs  # noqa: E402
 
+PATHS = {path: option for option in OPTIONS for path in option.paths.split()}
 
-@pytest.mark.parametrize("option", OPTIONS, ids=[option.path for option in OPTIONS])
-def test_every_option_is_known_to_this_deepspeed_or_refused_with_a_remedy(option):
-    engine = made(option.path, "something else")
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_option_is_known_to_this_deepspeed_or_refused_with_a_remedy(path):
+    option, engine = PATHS[path], made(path, "something else")
     with pytest.raises(Unsupported) as refusal:
         check(engine)
-    assert (option.called or option.path) in str(refusal.value)
+    assert (option.called or path) in str(refusal.value)
     assert option.remedy in str(refusal.value)
     for harmless in option.harmless:
-        check(made(option.path, harmless))
+        check(made(path, harmless))
 
 
 def made(path, value):
@@ -91,7 +94,7 @@ def test_an_engine_made_during_training_is_refused_and_not_taken_for_the_first(m
 
 
 def test_the_methods_of_an_engine_that_are_asked_exist():
-    asked = {option.path for option in OPTIONS if "." not in option.path and hasattr(DeepSpeedEngine, option.path)}
+    asked = {path for path in PATHS if "." not in path and hasattr(DeepSpeedEngine, path)}
     assert {"zero_hpz_partition_size", "zero_quantized_gradients", "autotp_size", "is_deepcompile_enabled"} <= asked
     assert {"zero_partial_offload", "curriculum_learning_enabled", "random_ltd_enabled"} <= asked
 
@@ -117,14 +120,14 @@ def test_what_a_configuration_asks_for_is_found_in_the_engine(options, name):
     nothing: dict[str, Any] = {}
     for words in (nothing, options):
         engine._config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **words})
-        refused = [option.called or option.path for option in OPTIONS if is_refused(engine, option)]
+        refused = [option.called or path for path, option in PATHS.items() if is_refused(engine, path)]
         assert len(refused) == len(words) and all(name in one for one in refused)
 
 
-def is_refused(engine, option):
+def is_refused(engine, path):
     """Options of parts that this engine does not have are not."""
     try:
-        return option.value(engine) not in option.harmless
+        return value_at(path, engine) not in PATHS[path].harmless
     except AttributeError:
         return False
 

@@ -16,7 +16,7 @@ import torch
 from ...errors import Unsupported
 from ...worker.calls import CallHandler
 from ...worker.saving import Saves
-from ..common import REMEDY, FrameworkAdapter, Function, Option, after_init, before, in_place_of, options, refuse
+from ..common import REMEDY, FrameworkAdapter, Function, Option, after_init, before, in_place_of, refuse
 from . import checkpoints, extensions, zero3
 from .calls import EngineCalls
 from .optimizer import check_kind
@@ -78,8 +78,8 @@ class DeepSpeedAdapter(FrameworkAdapter):
             raise Unsupported(f"the script has {len(engines)} DeepSpeed engines", "exactly one", ONE_ENGINE)
         check(engines[0])
         zero3.watch_model(self.calls, engines[0])
-        self.state = EngineState(engines[0])
-        self.calls.begin_training(self.state)
+        self.state = self.calls.state = EngineState(engines[0])
+        self.calls.is_training = True
 
     def guessed(self) -> str:
         return Guess.first_taken
@@ -133,9 +133,9 @@ OPTIONS = (
     Option("graph_harvesting", "captures the first norm of gradients in a CUDA graph, by reductions of its own",
            called="graph_harvesting (of DeepSpeed 0.18)"),
     Option("autotuning_enabled", "ends the job by itself", called="autotuning"),
-    *options("torch_autocast_z0_gradscaler optimizer.torch_autocast_gradscaler",
-             "keeps a GradScaler that is not mirrored", "use bfloat16, or DeepSpeed's fp16",
-             called="torch_autocast in float16"),
+    Option("torch_autocast_z0_gradscaler optimizer.torch_autocast_gradscaler",
+           "keeps a GradScaler that is not mirrored", "use bfloat16, or DeepSpeed's fp16",
+           called="torch_autocast in float16"),
     Option("_config.monitor_config.comet.enabled", "opens another run in every rehearsal",
            "use TensorBoard, W&B or CSV files", called="Comet's monitor"),
     Option("checkpoint_engine.is_decoupled", "writes behind the script's back", "use the default one",
@@ -180,12 +180,11 @@ def refuse_methods(engine_class: Any, is_training: Callable[[], bool]) -> None:
 
     for name in filter(functools.partial(hasattr, engine_class), METHODS):
         before(engine_class, name, functools.partial(check_method, name))
-    if hasattr(engine_class, "_do_optimizer_sanity_check"):
 
-        @in_place_of(engine_class, "_do_optimizer_sanity_check")
-        def check_optimizer(original: Function, engine: Any, optimizer: torch.optim.Optimizer) -> Any:
-            try:
-                return original(engine, optimizer)
-            except AssertionError:  # it asks for `zero_allow_untested_optimizer`, which does not help here
-                check_kind(optimizer)
-                raise
+    @in_place_of(engine_class, "_do_optimizer_sanity_check")
+    def check_optimizer(original: Function, engine: Any, optimizer: torch.optim.Optimizer) -> Any:
+        try:
+            return original(engine, optimizer)
+        except AssertionError:  # it asks for `zero_allow_untested_optimizer`, which does not help here
+            check_kind(optimizer)
+            raise

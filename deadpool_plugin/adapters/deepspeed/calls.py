@@ -47,9 +47,6 @@ class EngineCalls(Nesting):
     def __init__(self, handler: CallHandler) -> None:
         self.handler = handler
 
-    def begin_training(self, state: EngineState) -> None:
-        self.state, self.is_training = state, True
-
     def install(self, engine_class: type, pipeline_class: type) -> None:
         """Wrap what scripts call. Once, before the engine is built."""
         for owner, kind, *names in (
@@ -78,12 +75,11 @@ class EngineCalls(Nesting):
     def _wrap_backward(self) -> None:
         """Hold a script's own `loss.backward()` to the rules of `engine.backward`; its engine's part is a call."""
 
-        def backward(original: Function, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        def backward(original: Function, tensors: Any, *args: Any, **kwargs: Any) -> Any:
             given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
             losses = [loss for loss in given if isinstance(loss, torch.Tensor)]
             if self.busy or is_collecting() or not (part := ScriptsPart(losses)).reaches_cut:
-                original(tensors, *args, **kwargs)
-                return
+                return original(tensors, *args, **kwargs)
             if any(loss.is_cuda for loss in losses):
                 raise Unsupported(
                     "a script's own backward on a GPU, where it may end on another thread than the script's",
@@ -91,8 +87,8 @@ class EngineCalls(Nesting):
                     f"call that, or {WHOLE_STEP}",
                 )
             part.check(self.state.has_parameter)
-            if parts := collect(lambda: original(tensors, *args, **kwargs)):
-                self.handler(EngineCall(self, "loss.backward", through_engines_part, parts))
+            parts = collect(lambda: original(tensors, *args, **kwargs))
+            return self.handler(EngineCall(self, "loss.backward", through_engines_part, parts)) if parts else None
 
         replace({torch.autograd.backward: around(torch.autograd.backward, backward)})
 

@@ -95,6 +95,9 @@ def _is_far(gradient: torch.Tensor) -> bool:
     return not gradient.is_cpu and gradient.numel() * gradient.element_size() >= AT_REST_BYTES_MIN
 
 
+_stream_beside = functools.cache(torch.cuda.Stream)
+
+
 def _in_host_memory(gradient: torch.Tensor) -> torch.Tensor:
     beside = _stream_beside(gradient.device)
     beside.wait_stream(torch.cuda.current_stream(gradient.device))
@@ -102,11 +105,6 @@ def _in_host_memory(gradient: torch.Tensor) -> torch.Tensor:
         host = to_host(gradient)
     gradient.record_stream(beside)
     return host
-
-
-@functools.cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def seed(parts: Parts) -> torch.Tensor:

@@ -48,15 +48,15 @@ def install(tell: Callable[[str], None] = lambda text: None) -> None:
             os.close(descriptor)  # whoever had the lock has removed the file
 
     @in_place_of(FileBaton, "release")
-    def release(original: Function, baton: Any) -> None:
+    def release(original: Function, baton: Any) -> Any:
         descriptor = getattr(baton, "locked", None)
         if descriptor is None:
-            original(baton)
-            return
+            return original(baton)
         if _is_current(baton, descriptor):
             os.remove(baton.lock_file_path)  # a process without us would wait for it
         os.close(descriptor)
         baton.locked = None
+        return None
 
 
 def _is_current(baton: Any, descriptor: int) -> bool:

@@ -69,17 +69,12 @@ def decode(record: list[Any], device: torch.device) -> Any:
         leaf = known.to(device) if isinstance(known, torch.Tensor) else known
         if len(form) == 1:
             leaf = PlaceholderObject(form[0])
+        elif form and requires_grad:
+            leaf = torch.zeros(form[1], dtype=getattr(torch, form[0]), device=device).as_subclass(Guess)
         elif form:
-            leaf = unknown(getattr(torch, form[0]), form[1], device, leads_to_loss=requires_grad)
+            leaf = Placeholder(torch.empty(form[1], dtype=getattr(torch, form[0]), device="meta"), device)
         leaves.append(leaf.requires_grad_() if requires_grad else leaf)
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(record[0]))
-
-
-def unknown(dtype: torch.dtype, shape: list[int], device: torch.device, *, leads_to_loss: bool) -> torch.Tensor:
-    """Make a tensor in the place of one whose values a follower is not told."""
-    if leads_to_loss:
-        return torch.zeros(shape, dtype=dtype, device=device).as_subclass(Guess)
-    return Placeholder(torch.empty(shape, dtype=dtype, device="meta"), device)
 
 
 class Placeholder(torch.Tensor):

@@ -41,17 +41,13 @@ SCALERS = ("loss_scaler", "loss_scale_config")
 """Attributes of ZeRO's optimizer, and of the one for fp16 without ZeRO."""
 ZERO3_ATTRIBUTES = frozenset({"_external_params", "all_parameters", "_original_parameters",
                               "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"})  # fmt: skip
-"""ZeRO 3's on each module of a model, beside what `_is_deepspeeds` knows."""
+"""ZeRO 3's on each module of a model, beside those that begin with `ds_`. The flops profiler's begin with `__`."""
 OF_MODULES = ("_external_params", "ds_recompute_parameters", "ds_grads_remaining")
 """ZeRO 3's. A survivor that still knew `_external_params` (shared parameters) would gather them before the newcomer."""
 OF_OPTIMIZER = ("overflow", "_global_grad_norm", "clip_grad", "custom_loss_scaler", "external_loss_scale")
 GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 """Attributes with the parameters that an optimizer updates: of ZeRO 1 and 2, BF16_Optimizer, ZeRO 3 and FP16_*."""
 CONTAINERS = (dict, list, set, deque)
-
-
-def _is_deepspeeds(attribute: str) -> bool:
-    return attribute in ZERO3_ATTRIBUTES or attribute.startswith(("ds_", "__"))  # ZeRO 3's, the flops profiler's
 
 
 class EngineState:
@@ -62,7 +58,7 @@ class EngineState:
         self._modules, self._parameters = list(engine.module.modules()), list(engine.module.parameters())
         # A pipeline's module seeds its layers by an attribute (`seed_layers`).
         self._attributes = ((engine, COUNTERS), (engine.module, ("micro_offset",)), (optimizer, OF_OPTIMIZER))
-        self._values = Values(self._modules, _is_deepspeeds)
+        self._values = Values(self._modules, lambda name: name in ZERO3_ATTRIBUTES or name.startswith(("ds_", "__")))
         # Transformer Engine's layers (accelerate's `mixed_precision: fp8`) keep scales and histories past buffers.
         self._eight_bits: list[Any] = [module for module in self._modules if hasattr(module, "fp8_initialized")]
         self._trained: list[bool] = []
@@ -318,9 +314,8 @@ def _some(owner: Any, names: Sequence[str]) -> Scalars:
 
 def plain_state(owner: Any) -> list[Scalars]:
     """Copy the plain values of a schedule or scaler, and of all parts it consists of."""
-    return [
-        copy.deepcopy({name: value for name, value in vars(one).items() if _is_plain(value)}) for one in _members(owner)
-    ]
+    found = [{name: value for name, value in vars(one).items() if _is_plain(value)} for one in _members(owner)]
+    return copy.deepcopy(found)
 
 
 def load_plain_state(owner: Any, state: list[Scalars]) -> None:

@@ -18,7 +18,7 @@ from ...errors import WHOLE_STEP, Unsupported
 from ...worker import iterators
 from ...worker.calls import Call, CallHandler, CallKind
 from ...worker.saving import Saves
-from ..common import REMEDY, FrameworkAdapter, Nesting, Option, after_init, before, in_place_of, options, refuse
+from ..common import REMEDY, FrameworkAdapter, Nesting, Option, after_init, before, in_place_of, refuse
 from . import bookkeeping, saving
 from .state import TrainingState, check_base, parts_of
 
@@ -243,16 +243,16 @@ FILLED = "keeps a queue of gradients to be computed, which an interruption leave
 OFFLOADS = "counts what is offloaded, which an interruption leaves half-way"
 CAPTURES = "captures communicators, which a swap replaces"
 MODEL = (
-    *options("fp8 fp4", "keeps scaling factors in the layers, which are not mirrored", "train in bf16"),
+    Option("fp8 fp4", "keeps scaling factors in the layers, which are not mirrored", "train in bf16"),
     Option("tp_comm_overlap", "communicates through buffers of its own, past the process groups", "switch it off"),
     Option("moe_enable_deepep", "communicates past the process groups", "use the alltoall or allgather dispatcher"),
-    *options("enable_cuda_graph external_cuda_graph", CAPTURES, "switch it off"),
+    Option("enable_cuda_graph external_cuda_graph", CAPTURES, "switch it off"),
     Option("cuda_graph_impl", CAPTURES, "set it to none", (None, "none")),
     Option("moe_token_dispatcher_type", "communicates past the process groups", "use alltoall or allgather",
            (None, "alltoall", "allgather")),
-    *options("delay_wgrad_compute defer_embedding_wgrad_compute", FILLED, "switch it off"),
+    Option("delay_wgrad_compute defer_embedding_wgrad_compute", FILLED, "switch it off"),
     Option("overlap_dispatch_backward_with_experts_wgrad", FILLED, "switch it off"),
-    *options("fine_grained_activation_offloading cpu_offloading", OFFLOADS, "switch it off, or recompute activations"),
+    Option("fine_grained_activation_offloading cpu_offloading", OFFLOADS, "switch it off, or recompute activations"),
     Option("qk_clip", "changes weights between the calls, which a redo leaves out", "switch it off"),
     Option("log_max_attention_logit", "reduces between the calls what a spare, which runs no forward, does not have",
            "switch it off"),
@@ -273,8 +273,8 @@ ROUTERS = Option(
 )  # fmt: skip
 """An option of the model, where routers have such a generator."""
 GRADIENTS = (
-    *options("use_megatron_fsdp use_custom_fsdp", "keeps parameters where a rollback does not reach",
-             "use the distributed optimizer"),
+    Option("use_megatron_fsdp use_custom_fsdp", "keeps parameters where a rollback does not reach",
+           "use the distributed optimizer"),
     Option("nccl_ub", "registers memory with communicators, which a swap replaces", "switch it off"),
 )  # fmt: skip
 OPTIMIZER = (
@@ -292,8 +292,8 @@ TRAINING = (
            "use megatron-core's models"),
     Option("perform_rl_step", "changes weights between the calls, which a redo leaves out"),
     Option("skip_train", "trains nothing that could be protected"),
-    *options("save_dgrads_interval save_activations_interval save_tokens_per_expert_interval",
-             "saves what is seen in forwards, of which a spare runs none"),
+    Option("save_dgrads_interval save_activations_interval save_tokens_per_expert_interval",
+           "saves what is seen in forwards, of which a spare runs none"),
     Option("non_persistent_ckpt_type", "saves by another library, on each host of its own", "set it to global",
            (None, "global")),
 )  # fmt: skip

@@ -25,8 +25,7 @@ from ..common import Function
 
 WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """Names of the functions that run in a writer's process; the third replaced the second in 0.17."""
-LOOK_EVERY_S = 0.1
-"""As upstream."""
+LOOK_EVERY_S = 0.1  # as upstream
 
 
 def install(saves: Saves) -> None:

@@ -170,10 +170,9 @@ class TrainingState:
 class Learned:
     """Plain values that optimizer objects found out in training and keep, whatever their names."""
 
-    # From 0.19 on an optimizer asks all ranks, at its first update, which groups of gradient norms there are
-    # (`has_grad_norm_group`). A rank that lacks an answer its peers have would issue a collective that they do not.
-
     def __init__(self, optimizers: Sequence[Any]) -> None:
+        # From 0.19 on an optimizer asks all ranks, at its first update, which groups of gradient norms there are
+        # (`has_grad_norm_group`). A rank that lacks an answer its peers have would issue a collective that they do not.
         self._owners = [vars(optimizer) for optimizer in optimizers]
         self._first = [_plain_values(owner) for owner in self._owners]
 
