@@ -34,8 +34,7 @@ def install(saves: Saves) -> None:
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
-    original = serialization.save
-    replace({original: saves.wrapped(original, DistCheckpointSave)})
+    replace({serialization.save: saves.wrapped(serialization.save, DistCheckpointSave)})
     queue = async_utils.AsyncCallsQueue
     _wrap(saves, queue, "schedule_async_request", Schedule)
     _wrap(saves, queue, "maybe_finalize_async_calls", Finalize)
@@ -109,7 +108,7 @@ class DistCheckpointSave(FolderSave):
     def __init__(self, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]):
         super().__init__(saves, original, args, kwargs)
         self.path, self.rank = str(self.kwargs["checkpoint_dir"]), int(os.environ["RANK"])
-        self._request: Any = None
+        self._request, self._functions = None, FinalizeFunctions()
 
     def __call__(self) -> Any:
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -131,11 +130,10 @@ class DistCheckpointSave(FolderSave):
             )
         flight = RequestFlight(self._saves, self.path, made, keep_files=overwrites)
         self._saves.launch(flight)
-        if self._request is None:
-            self._request = made._replace(finalize_fns=FinalizeFunctions())
-        functions = self._request.finalize_fns
+        functions = self._functions
         functions[: functions.own] = [flight.begin, *made.finalize_fns]
         functions.own, functions.flight = 1 + len(made.finalize_fns), flight
+        self._request = self._request or made._replace(finalize_fns=functions)
         return self._request
 
     def skipped(self, outcome: Any) -> Any:
@@ -145,9 +143,8 @@ class DistCheckpointSave(FolderSave):
 
         flight = RequestFlight(self._saves, "", AsyncRequest(None, (), []), keep_files=True)
         flight.cancelled = True
-        functions = FinalizeFunctions()
-        functions.flight = flight
-        return flight.made._replace(finalize_fns=functions)
+        self._functions.flight = flight
+        return flight.made._replace(finalize_fns=self._functions)
 
 
 class FinalizeFunctions(list[Callable[[], None]]):
@@ -199,17 +196,13 @@ class RequestFlight(Flight):
 class QueueCall(SaveCall):
     gated = False
 
-    def __init__(self, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__(saves, original, args, kwargs)
-        self._queue = args[0]
-
 
 class Schedule(QueueCall):
     """`schedule_async_request`, of a request that a swap may have cancelled since it was made."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        _, self._request = self.kwargs.values()
+        self._queue, self._request = self.kwargs.values()
         self._index = self._queue.call_idx
 
     def __call__(self) -> int:
@@ -244,15 +237,16 @@ class Finalize(QueueCall):
         # A look is a collective, which a swap can interrupt. Upstream waits for a persistent writer's end without one
         # (`is_current_async_call_done`), though the swap has killed it. Queues of all ranks are equally long, so all
         # look equally often, and together whatever `no_dist` says.
-        finalized = self._look({"self": self._queue})
-        while self._queue.async_calls:
+        queue = self.kwargs["self"]
+        finalized = self._look({"self": queue})
+        while queue.async_calls:
             time.sleep(LOOK_EVERY_S)
-            finalized += self._look({"self": self._queue})
+            finalized += self._look({"self": queue})
         return finalized
 
     def _look(self, arguments: dict[str, Any]) -> list[int]:
         flights = list(self._saves.flights)
-        waiting = [one for one in flights if isinstance(one, RequestFlight) and one.queue is self._queue]
+        waiting = [one for one in flights if isinstance(one, RequestFlight) and one.queue is arguments["self"]]
         finalized: list[int] = self.function(**arguments)
         for flight in waiting:
             if flight.active.idx in finalized:
