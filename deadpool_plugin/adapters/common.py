@@ -12,9 +12,8 @@ import torch
 
 from ..errors import Unsupported
 from ..worker.adapter import Adapter, Scalars
-from ..worker.patching import around
+from ..worker.patching import Function as Function, around
 
-Function = Callable[..., Any]
 REMEDY = "or run this job without deadpool_plugin"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PLAIN = (bool, int, float, str, type(None), tuple, list)

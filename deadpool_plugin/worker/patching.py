@@ -13,11 +13,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+Function = Callable[..., Any]
 # Python 3.13's Path.glob has copies of its own.
 _COPIES = [owner for name, owner in vars(glob).items() if isinstance(owner, type) and hasattr(owner, "scandir")]
 
 
-def around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def around(original: Function, ours: Function) -> Function:
     """Return a function like `original` that calls `ours(original, *args, **kwargs)`."""
 
     @functools.wraps(original)
@@ -33,7 +34,7 @@ class PatchSet:
     def __init__(self) -> None:
         self._done: list[tuple[Any, str, Any, Any]] = []
 
-    def wrap(self, ours: Callable[..., Any], owner: Any, *names: str) -> None:
+    def wrap(self, ours: Function, owner: Any, *names: str) -> None:
         """Call `ours(original, *args, **kwargs)` in the place of each function, and of the copies in Python's glob."""
         for name in names:
             original = getattr(owner, name)
@@ -43,7 +44,7 @@ class PatchSet:
                     setattr(one, name, staticmethod(wrapper) if one in _COPIES else wrapper)
                     self._done.append((one, name, original, wrapper))
 
-    def wrap_open(self, ours: Callable[..., Any]) -> None:
+    def wrap_open(self, ours: Function) -> None:
         self.wrap(ours, builtins, "open")
         self.wrap(ours, io, "open")
 
