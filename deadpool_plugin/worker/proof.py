@@ -20,12 +20,12 @@ WHOLE_BYTES_MAX = 256 << 10
 """Arrays above are digested by as much of them, in `_BLOCKS` blocks: some 20 microseconds, whatever their size."""
 _BLOCKS = 64
 _BLOCK_BYTES = WHOLE_BYTES_MAX // _BLOCKS
-_ITEMS_MAX = 4096
-"""Looked at in a batch's lists."""
+_ITEMS_MAX = 4096  # looked at in a batch's lists
 _DEPTH_MAX = 8
-ITEMS_MAX = 64
-"""The last micro-batches of a call count: a newcomer that has passed over them reads them again."""
+ITEMS_MAX = 64  # the last micro-batches of a call count: a newcomer that has passed over them reads them again
 _PLAIN = {int, float, str, bool}
+_NUMPYS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes, a type that numpy has: it has none of 16-bit or 8-bit floats."""
 
 
 def digest(value: Any) -> int:
@@ -51,7 +51,12 @@ def _cut(whole: int) -> int:
 
 def _feed(state: Any, value: Any, items: int, depth: int) -> None:
     if isinstance(value, torch.Tensor):
-        _feed_tensor(state, value)
+        state.update(f"{value.dtype}{list(value.shape)}".encode())
+        is_known = type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu"
+        is_lazy = value.is_quantized or value.is_conj() or value.is_neg()
+        if is_known and value.layout == torch.strided and not is_lazy:
+            plain = value.detach()
+            _feed_array(state, plain.view(_NUMPYS.get(plain.element_size(), plain.dtype)).numpy())
     elif isinstance(value, np.ndarray):
         if value.dtype != object:
             _feed_array(state, value)
@@ -79,26 +84,11 @@ def _feed(state: Any, value: Any, items: int, depth: int) -> None:
             _feed(state, getattr(value, field.name, None), items, depth + 1)
 
 
-def _feed_tensor(state: Any, tensor: torch.Tensor) -> None:
-    state.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
-    if tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return
-    plain = tensor.detach()
-    if not plain.is_contiguous() and plain.numel() * plain.element_size() > WHOLE_BYTES_MAX:
-        plain = torch.take(plain, torch.linspace(0, plain.numel() - 1, _ITEMS_MAX, dtype=torch.float64).long())
-    _feed_bytes(state, plain.contiguous().view(-1).view(torch.uint8).numpy())
-
-
 def _feed_array(state: Any, array: np.ndarray[Any, Any]) -> None:
     state.update(f"{array.dtype}{array.shape}".encode())
     if not array.flags.c_contiguous and array.nbytes > WHOLE_BYTES_MAX:
         array = array.flat[:: -(-array.size // _ITEMS_MAX)]
-    _feed_bytes(state, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-
-
-def _feed_bytes(state: Any, data: np.ndarray[Any, Any]) -> None:
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if data.nbytes <= WHOLE_BYTES_MAX:
         state.update(data)
         return
