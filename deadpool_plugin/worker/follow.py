@@ -74,7 +74,7 @@ class Follow:
             for iterator, pulled in zip([*stand_ins, *self._context.tapes], pulls, strict=True):
                 mine = iterator.skip(*pulled)
                 if mine is not None:
-                    self._compare(mine, pulled[-1], *place)
+                    self._compare(mine, pulled[2], *place)
                 elif pulled[0] and iterator in stand_ins:
                     self._passed_over[iterator.inner] = pulled, *place
             error = codec.decode_error(outcome) if call.kind is CallKind.SAVE else None
@@ -221,7 +221,7 @@ class Follow:
             for inner, (pulled, step, name) in list(self._passed_over.items()):
                 mine = prove(inner, pulled[0])
                 if mine is not None:
-                    self._compare(mine, pulled[-1], step, name)
+                    self._compare(mine, pulled[2], step, name)
         layout = present(self._layout, "a take-over before the first forward")
         slots = SlotPair.attach(descriptor, self._rank, order.header_bytes, order.payload_bytes)
         self._context.mode = live = Live(self._context, self._rank, layout, slots, step=order.restore_step)

@@ -3,8 +3,8 @@
 Rules of this file: the user's iterator is never rebuilt on a survivor. What it gave out is kept while a redo could ask
 for it again, its large tensors by reference (Megatron-LM fills and slices the dict it got). An iterator may draw random
 numbers (a loader does at each new epoch): a redo must draw as many although it reads nothing, and a newcomer the same.
-A process that takes a rank over in step 50,000 must not read 50,000 batches first. But a data set may have generators
-of its own, and worker processes may draw where nobody sees it: only what is surely known to draw nothing is skipped.
+A process that takes a rank over in step 50,000 must not read 50,000 batches first, but only what surely draws nothing
+is skipped: a data set may have generators of its own, and worker processes may draw where nobody sees it.
 Source: torch/utils/data/dataloader.py, alike from 2.9 to 2.15 (which hands workers the data set in a list).
 """
 
@@ -23,6 +23,8 @@ from . import proof, rng
 from .copies import COPIED_BYTES_MAX, Kept
 
 POINTER = "wrap what it reads from: deadpool_plugin.data.resumable(...)"
+Numbered = Sequence[Sequence[Any]]
+"""Pairs: the number of an item, and what is known of it."""
 WRAPPERS: dict[type, tuple[str, str]] = {}
 """Iterators of exactly these types hand out what the one in their first attribute gives, and need not be asked
 themselves. While the second attribute is true they repeat what they have given, and are not moved."""
@@ -31,27 +33,25 @@ DRAWS_NOTHING: list[Callable[[Any], bool]] = []
 
 
 class Item(NamedTuple):
-    """The item of one pull, the random states before and after it if it drew from them, and its digest."""
+    """The item of one pull."""
 
     kept: Kept
-    drew: tuple[dict[str, Any], dict[str, Any]] | None
+    drew: tuple[dict[str, Any], dict[str, Any]] | None  # the random states before and after it, if it drew
     digest: int
 
 
 class RewindIterator:
-    """Stand-in of the user's iterator, which keeps the items since `forget_before`, by position.
+    """Stand-in of the user's iterator, which keeps the items since `forget_before` by position (how many came before).
 
-    `position` counts the items handed out since this object exists.
+    `reading`: how many of these read from their sources now; what is read below them is theirs to rewind.
     """
 
     reading: ClassVar[int] = 0
-    """How many of them read from their sources right now: what is read below them is theirs to rewind."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.position = inner, 0
         self._kept: dict[int, Item] = {}
-        self._cut_off = False
-        """A swap has ended it in the middle of a pull: a generator says from then on that it has no more items."""
+        self._cut_off = False  # by a swap, in the middle of a pull: a generator says then that it has no more items
 
     def __iter__(self) -> RewindIterator:
         return self
@@ -95,24 +95,22 @@ class RewindIterator:
         return getattr(self.inner, name)
 
     def rewind(self, position: int) -> None:
-        known = position == self.position or not self._kept.keys().isdisjoint((position - 1, position))
-        assert known, "rewound past what is kept"
+        assert position == self.position or {position - 1, position} & self._kept.keys(), "rewound past what is kept"
         self.position = position
 
     def _items(self, first: int, end: int) -> list[Item]:
         return [self._kept[position] for position in range(first, end)]
 
     def pulled_since(self, position: int) -> list[Any]:
-        """Return how many items; the number of each that was drawn for, and the random states before; the digest."""
+        """Return how many items; of those that were drawn for, the random states before them; the digest of all."""
         items = self._items(position, self.position)
         drawn = [[number, item.drew[0]] for number, item in enumerate(items) if item.drew is not None]
         return [len(items), drawn, proof.combined([item.digest for item in items])]
 
-    def skip(self, count: int, draws: Sequence[Sequence[Any]] = (), digest: int = 0) -> int | None:
-        """Move the user's iterator, in a follower, by what the rank itself pulled, as from `pulled_since`.
+    def skip(self, count: int, draws: Numbered = (), digest: int = 0) -> int | None:
+        """Move the user's iterator, in a follower, by what `pulled_since` gave in the rank itself.
 
-        Args: digest: that of the rank's own items; 0 if nobody will compare them.
-        Returns: the digest of what was read here, None if it was passed over: see `prove`.
+        Args: digest: 0 if nobody will compare it. Returns: that of what was read here; None if it was passed over.
         """
         return skip(self.inner, count, draws, read_first=digest != 0)
 
@@ -154,8 +152,8 @@ class IteratorTable:
         """Return `value` (an iterator, a list of them, or None) with stand-ins, and the stand-ins in order."""
         if isinstance(value, (list, tuple)):
             wrapped = [self.wrap(item) for item in value]
-            every = {id(one): one for _, found in wrapped for one in found}  # the same one may be given twice
-            return type(value)(item for item, _ in wrapped), list(every.values())
+            stand_ins = dict.fromkeys(one for _, found in wrapped for one in found)  # the same one may be given twice
+            return type(value)(item for item, _ in wrapped), list(stand_ins)
         if isinstance(value, RewindIterator):
             return value, [value]
         if value is None or isinstance(value, RewoundByItself):
@@ -172,10 +170,8 @@ class IteratorTable:
         return stand_in, [stand_in]
 
     def keep_only(self, used: list[tuple[RewindIterator, int]]) -> None:
-        """Forget all but `used`: every (stand-in, position) that a logged call starts from."""
-        first: dict[RewindIterator, int] = {}
-        for stand_in, position in used:
-            first[stand_in] = min(position, first.get(stand_in, position))
+        """Forget all but `used`: every (stand-in, position) that a logged call starts from, in the order of calls."""
+        first = dict(reversed(used))  # of one stand-in the position at the earliest call
         self._table = {key: one for key, one in self._table.items() if one in first}
         for stand_in, position in first.items():
             stand_in.forget_before(position)
@@ -185,17 +181,11 @@ class IteratorTable:
 
 
 @reading()
-def skip(
-    iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = (), read_first: bool = False
-) -> int | None:
+def skip(iterator: Iterator[Any], count: int, draws: Numbered = (), read_first: bool = False) -> int | None:
     """Move `iterator` forward by `count` items. Returns: their digest, None if they were passed over.
 
-    Of a DataLoader only the sampler is asked if an adapter knows its data set (which must be a map-style one) and it
-    collates as torch does; with worker processes not before somebody reads on. Anything else pays the price of reading.
-
-    Args:
-        draws: (number of an item, the random states before it) of each one that was drawn for.
-        read_first: read what an iterator gives first, so that it can be compared.
+    Of a DataLoader only the sampler is asked where an adapter knows the data set; if it has worker processes, not
+    before somebody reads on. Anything else pays the price of reading. `read_first`: so do the first items there are.
     """
     reader: Any = iterator
     while type(reader) in WRAPPERS:
@@ -203,10 +193,17 @@ def skip(
         if getattr(reader, repeats):
             return None
         reader = getattr(reader, attribute)
-    known = type(reader) in _READERS and not (read_first and reader._num_yielded == 0) and _is_known(reader)
+    known = (  # a batch depends on its indices alone
+        type(reader) in _READERS
+        and not (read_first and reader._num_yielded == 0)
+        and reader._dataset_kind == _DatasetKind.Map
+        and reader._collate_fn in (default_collate, default_convert)
+        and any(draws_nothing(reader._dataset) for draws_nothing in DRAWS_NOTHING)
+    )
     single = known and type(reader) is _SingleProcessDataLoaderIter
     if known and not single and not draws:
-        _Behind.fall(reader, count)
+        reader._behind = count + (reader._behind if type(reader) is _Behind else 0)
+        reader.__class__ = _Behind
         return None
     before = {number: states for number, states in draws}
     indices, digests = deque[Any](maxlen=proof.ITEMS_MAX), []
@@ -225,10 +222,7 @@ def skip(
 
 @reading()
 def prove(iterator: Iterator[Any], count: int) -> int | None:
-    """Return the digest of the last `count` items that `skip` has passed over; None of others.
-
-    They are read in this process, also if the loader has others: they depend on their indices alone.
-    """
+    """Read the last `count` items that `skip` has passed over, in this process. Returns: their digest; else None."""
     reader: Any = iterator
     while type(reader) in WRAPPERS:
         reader = getattr(reader, WRAPPERS[type(reader)][0])
@@ -239,14 +233,8 @@ def prove(iterator: Iterator[Any], count: int) -> int | None:
     return proof.combined([proof.digest(reader._dataset_fetcher.fetch(index)) for index in reader.passed_over])
 
 
-def _is_known(reader: Any) -> bool:
-    """Return whether a batch surely depends on its indices alone."""
-    plain = reader._dataset_kind == _DatasetKind.Map and reader._collate_fn in (default_collate, default_convert)
-    return plain and any(knows(reader._dataset) for knows in DRAWS_NOTHING)
-
-
 def _pass_over(reader: Any) -> Any:
-    """Go on as if a batch had been read that no worker process has been asked for yet. Returns: its indices."""
+    """Go on as if a batch had been read, which no worker process has been asked for yet. Returns: its indices."""
     index = reader._next_index()
     reader._num_yielded += 1
     return index
@@ -260,12 +248,6 @@ class _Behind(_MultiProcessingDataLoaderIter):
     """
 
     _behind: int
-
-    @classmethod
-    def fall(cls, reader: Any, count: int) -> None:
-        """Let `reader` be (further) behind; it is of this class from now on."""
-        reader._behind = count + (reader._behind if type(reader) is cls else 0)
-        reader.__class__ = cls
 
     def __next__(self) -> Any:
         self.catch_up(0)
@@ -294,9 +276,8 @@ class _Behind(_MultiProcessingDataLoaderIter):
         return [*digests, *(proof.digest(fetcher.fetch(index)) for index in indices)]
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """It begins anew (`persistent_workers`): nothing is missed of that."""
         self.__class__ = _MultiProcessingDataLoaderIter  # type: ignore[assignment]
-        self._reset(loader, first_iter)
+        self._reset(loader, first_iter)  # it begins anew (`persistent_workers`): nothing is missed of that
 
 
 _READERS = (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter, _Behind)

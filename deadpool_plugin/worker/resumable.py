@@ -2,10 +2,9 @@
 
 Rules of this file: to the script a `Resumable` is its loader; a pass is as good as the loader's own iterator. All
 passes over one source are a single sequence of events (the beginning of a pass, its items and its end), so that a redo
-may cross from one epoch into the next. Every tape of them is part of every call, whoever reads from it: so a call is
-redone with the data it had although it was not given them as an argument. A survivor's source is never touched by a
-rewind: events are kept for as long as a redo could ask for them. A newcomer's source is set to the state that the
-rank's own had at the restore step, where sources tell their state; others are read again up to that place.
+may cross from one epoch into the next. Every tape of them is part of every call: data that it was not given as an
+argument are the same in a redo. A survivor's source is never touched by a rewind. A newcomer's is set to the state that
+the rank's own had at the restore step, where sources tell their state; others are read again up to that place.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
 from ..errors import Divergence, Unsupported, invariant
 from . import codec, proof, rng
-from .iterators import POINTER, RewindIterator, RewoundByItself, reading, skip
+from .iterators import POINTER, Numbered, RewindIterator, RewoundByItself, reading, skip
 from .patching import PatchSet
 
-TAPES_MAX = 64
-"""In one process. Each is named in every call's record."""
-BEGUN, ENDED = object(), object()
-"""Events beside items."""
+TAPES_MAX = 64  # in one process: each is named in every call's record
+BEGUN, ENDED = object(), object()  # events beside items
 
 
 class Tape(RewindIterator):
@@ -33,18 +32,13 @@ class Tape(RewindIterator):
         super().__init__(source)
         self.is_stateful = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
         self.latest_pass: Pass | None = None
-        self._begins = False
-        """The source's next event shall be BEGUN."""
+        self._begins = False  # the source's next event shall be BEGUN
         self._pass: Iterator[Any] | None = None
         self._is_nested: bool | None = None
-        self._states: dict[int, bytes | None] = {}
-        """The source's, by position."""
-        self._owed = 0
-        """Events that a follower has skipped and the source has not seen, and by their numbers:"""
-        self._draws: dict[int, dict[str, Any]] = {}
-        """the random states before those that were drawn for,"""
-        self._passes: dict[int, bool] = {}
-        """and those that are no items: whether a pass begins."""
+        self._states: dict[int, bytes | None] = {}  # the source's, by position
+        self._owed = 0  # events that a follower has skipped and the source has not seen, and by their numbers:
+        self._draws: dict[int, dict[str, Any]] = {}  # the random states before those that were drawn for,
+        self._passes: dict[int, bool] = {}  # and those that are no items: whether a pass begins
 
     def event(self, begins: bool) -> Any:
         """Return the script's next event: BEGUN if a pass `begins`, whatever became of the one before, or the next."""
@@ -85,18 +79,11 @@ class Tape(RewindIterator):
     def pulled_since(self, position: int) -> list[Any]:
         events = enumerate(item.kept.again() for item in self._items(position, self.position))
         passes = [[number, event is BEGUN] for number, event in events if event is BEGUN or event is ENDED]
-        *pulled, digest = super().pulled_since(position)
-        return [*pulled, passes, digest]
+        return [*super().pulled_since(position), passes]
 
-    def skip(  # type: ignore[override]
-        self,
-        count: int,
-        draws: Sequence[Sequence[Any]] = (),
-        passes: Sequence[Sequence[Any]] = (),
-        digest: int = 0,
-    ) -> int | None:
+    def skip(self, count: int, draws: Numbered = (), digest: int = 0, passes: Numbered = ()) -> int | None:
         # A source that tells its state is not read until the script asks: the state makes its items the rank's own.
-        self.forget()
+        self.forget_before(self.position)
         if count == 0:
             return None
         self.position += count
@@ -106,10 +93,7 @@ class Tape(RewindIterator):
         return None if self.is_stateful else self._settle(read_first=digest != 0)
 
     def _settle(self, read_first: bool = False) -> int | None:
-        """Go over the events that a follower has skipped. Returns: their digest, None if some were passed over.
-
-        Raises: Divergence if they are others than the rank's own.
-        """
+        """Go over the events that a follower has skipped. Returns: their digest, None if some were passed over."""
         if self._owed == 0:
             return None
         digests: list[int | None] = []
@@ -117,36 +101,26 @@ class Tape(RewindIterator):
             for number in range(self._owed):
                 if number in self._draws:
                     rng.restore_host(self._draws[number])
-                self._begins = self._passes.get(number, False)
+                self._begins, differs = self._passes.get(number, False), ""
                 if number not in self._passes:
                     try:
                         items = iter(()) if self._pass is None else self._pass
                         digests.append(skip(items, 1, read_first=read_first))
                     except StopIteration:
-                        raise self._other_length("ended earlier") from None
+                        differs = "ended earlier"
                 elif (event := self._read()) is BEGUN or event is ENDED:
                     digests.append(proof.digest(event))
                 else:
-                    raise self._other_length("went on longer")
-        self._owe_nothing()
+                    differs = "went on longer"
+                if differs:
+                    raise Divergence(
+                        f"a pass over a resumable {type(self.inner).__name__} {differs} than the rank's own",
+                        "the same items",
+                        "resume from something that gives the same each time the script is run, or tells its state",
+                    )
+        self._owed, self._draws, self._passes = 0, {}, {}
         known = [one for one in digests if one is not None]
         return proof.combined(known) if len(known) == len(digests) else None
-
-    def _other_length(self, what: str) -> Divergence:
-        return Divergence(
-            f"a pass over a resumable {type(self.inner).__name__} {what} than the rank's own",
-            "the same items",
-            "resume from something that gives the same each time the script is run, or tells its state",
-        )
-
-    def _owe_nothing(self) -> None:
-        self._owed = 0
-        self._draws.clear()
-        self._passes.clear()
-
-    def forget(self) -> None:
-        """Forget events: nobody will rewind to anything before this moment."""
-        self.forget_before(self.position)
 
     def forget_before(self, position: int) -> None:
         super().forget_before(position)
@@ -155,9 +129,9 @@ class Tape(RewindIterator):
     # ---- snapshots
 
     def state(self) -> bytes | None:
-        """Return the source's state at this position; None where it has none to tell: between passes, for instance.
+        """Return the source's state at this cut; None where it has none to tell: between passes, for instance.
 
-        Blocks: while the source makes it, at every cut. Raises: Unsupported if it is no plain data.
+        Blocks: while the source makes it. Raises: Unsupported if it is no plain data.
         """
         if self.position not in self._states:
             invariant(self.position not in self._kept, "a redo has come to a cut that is new")
@@ -177,14 +151,11 @@ class Tape(RewindIterator):
                 ) from error
 
     def load(self, state: bytes | None) -> None:
-        """Make the source's state `state`, in a newcomer, at the cut where a rank's own tape told it.
-
-        Blocks: for the source, unless following it has brought it there already.
-        """
+        """Set a newcomer's source to the `state` that the rank's own told at this cut. Blocks: for the source."""
         if state is None or (not self._owed and self._pass is not None and self._state_now() == state):
             return
-        self._owe_nothing()
-        self.forget()
+        self._owed, self._draws, self._passes = 0, {}, {}
+        self.forget_before(self.position)
         with rng.preserved():  # as in torchdata, the pass begun after `load_state_dict` goes on from the state
             self.inner.load_state_dict(codec.decode(state))
             self._pass = iter(self.inner)
@@ -240,8 +211,8 @@ class Tapes(list[Tape]):
 
     def __init__(self) -> None:
         super().__init__()
+        # One for each batch that the script itself has read from other loaders since the last call.
         self._digests: deque[int] = deque(maxlen=proof.ITEMS_MAX)
-        """One for each batch that the script itself has read from other loaders since the last call."""
 
     def note(self, batch: Any) -> None:
         self._digests.append(proof.digest(batch))
@@ -269,7 +240,6 @@ class Tapes(list[Tape]):
         return Resumable(source, self[-1])
 
     def states(self) -> list[bytes | None]:
-        """Return what a snapshot has of them."""
         return [tape.state() for tape in self]
 
     def load(self, states: Sequence[bytes | None]) -> None:
@@ -280,7 +250,6 @@ class Tapes(list[Tape]):
 
     def install(self, inside: Callable[[], bool]) -> None:
         """Let scripts find us from now on, and refuse what a call reads past us. `inside`: whether one is under way."""
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
 
         def following(original: Callable[[Any], Any], iterator: Any) -> Any:
             is_script = threading.current_thread() is threading.main_thread() and not RewindIterator.reading
