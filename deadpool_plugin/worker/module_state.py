@@ -3,10 +3,10 @@
 Rules of this file: the shard has tensors of our own, which from each cut on lie in the memory of the buffers as they
 are then: nothing is copied. A buffer that is only changed in place stays where it is for ever. One that the forward
 replaces (`self.mean = 0.9 * self.mean + ...`) is restored as a new tensor: the script may hold those there were.
-Of values (a temperature, a count of calls) only what differs from those before the first forward is told, by the number
-of the module: a newcomer keeps what is its host's own. A module that has come to keep other objects than it had then
-(the tables of a rotary embedding) is left alone for good: its values say for what those were made, and a newcomer has
-none. What torch and the framework keep on a module is theirs.
+Of values (a temperature, a count of calls) only what differs from those before the first forward is told, by module
+number: a newcomer keeps what is its host's own. A module that has come to keep other objects (the tables of a rotary
+embedding) is left alone for good: its values describe those, and a newcomer has none. What torch and the framework keep
+on a module is theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -35,8 +35,7 @@ class _Place:
     def __init__(self, title: str, buffer: torch.Tensor) -> None:
         self.title, self.stays, self.ours = title, buffer, buffer.detach()
         self.owners: list[tuple[dict[str, torch.Tensor | None], str]] = []
-        self.mark: tuple[torch.Tensor, int] | None = None
-        """Changes with the buffer and with each write; None if it is gone, or torch does not count its writes."""
+        self.left: tuple[torch.Tensor, int] | None = None  # the buffer as a call left it, and the count of its writes
 
     def now(self) -> torch.Tensor | None:
         """Return None if it is gone, or its owners share it no more."""
@@ -57,14 +56,12 @@ class Buffers:
         self._modules, self._known = list(modules), set[tuple[int, str]]()
         for module in self._modules:
             for name, buffer in module._buffers.items():
-                if buffer is None or (name in caches and name in module._non_persistent_buffers_set):
-                    continue
-                self._known.add((id(module), name))
-                title = f"the buffer {name!r} of {type(module).__name__}"
-                places.setdefault(id(buffer), _Place(title, buffer)).owners.append((module._buffers, name))
+                if buffer is not None and not (name in caches and name in module._non_persistent_buffers_set):
+                    self._known.add((id(module), name))
+                    title = f"the buffer {name!r} of {type(module).__name__}"
+                    places.setdefault(id(buffer), _Place(title, buffer)).owners.append((module._buffers, name))
         self._places = list(places.values())
-        self.tensors = [place.ours for place in self._places]
-        """For the shard: the same objects for ever."""
+        self.tensors = [place.ours for place in self._places]  # for the shard: the same objects for ever
         self.left()
 
     def follow(self) -> None:
@@ -93,14 +90,14 @@ class Buffers:
         """Note that a call has returned: what is written from here on is the script's (a mask it prunes by)."""
         for place in self._places:
             now = place.now()
-            place.mark = None if now is None or now.is_inference() else (now, now._version)
+            place.left = None if now is None or now.is_inference() else (now, now._version)
 
     def entry(self) -> dict[int, torch.Tensor]:
         """Copy what the script has written since, by the place's number, unless it went through `.data`."""
         found = {}
         for number, place in enumerate(self._places):
-            now, mark = place.now(), place.mark
-            if now is not None and not now.is_inference() and not (mark and mark[0] is now and mark[1] == now._version):
+            now, (left, writes) = place.now(), place.left or (None, 0)
+            if now is not None and not now.is_inference() and not (left is now and writes == now._version):
                 found[number] = now.detach().clone()
         return found
 
@@ -152,33 +149,29 @@ class _Noted:
 
     def __init__(self, module: torch.nn.Module, is_theirs: Callable[[str], bool]) -> None:
         self.attributes, self._buffers, self._is_theirs = vars(module), module._buffers, is_theirs
-        self._held = dict(self._own())  # so that nothing else can have the id of one
+        self._held = self._own()  # so that nothing else can have the id of one
         self.first = {name: value for name, value in self._held.items() if _is_plain(value)}
         self._objects = self._others(self.first)
         self.is_left_alone = False
         self.look = operator.itemgetter("_modules", "_buffers", *self.first)
         self.looked, self.size = self.look(self.attributes), len(self.attributes)
 
-    def _own(self) -> Iterator[tuple[str, Any]]:
-        for name, value in self.attributes.items():
-            if name not in OF_TORCH and not self._is_theirs(name):
-                yield name, value
+    def _own(self) -> dict[str, Any]:
+        names = [name for name in self.attributes if name not in OF_TORCH and not self._is_theirs(name)]
+        return {name: self.attributes[name] for name in names}
 
-    def _others(self, values: Scalars) -> dict[str, tuple[int, int]]:
+    def _others(self, values: Scalars) -> tuple[int, dict[str, tuple[int, int]]]:
         """Identify all else that it keeps, and how much is in it."""
-        others = {"_buffers": (0, sum(buffer is None for buffer in self._buffers.values()))}
-        for name, value in self._own():
-            if name not in values:
-                others[name] = (id(value), len(value) if isinstance(value, (dict, list, set)) else 0)
-        return others
+        others = {name: one for name, one in self._own().items() if name not in values}
+        sized = {name: (id(one), len(one) if isinstance(one, (dict, list, set)) else 0) for name, one in others.items()}
+        return sum(buffer is None for buffer in self._buffers.values()), sized
 
     def changed(self) -> Scalars:
         """Return its values that are not what they were, and those it had none of."""
         if self.is_left_alone:
             return {}
-        values: Scalars = {}
-        found: Scalars = {}
-        for name, value in self._own():
+        values, found = Scalars(), Scalars()
+        for name, value in self._own().items():
             # A number may become a tensor of one, as libraries let the longest sequence so far.
             is_number = name in self.first and isinstance(value, torch.Tensor) and value.numel() == 1
             if _is_plain(value) or is_number:
