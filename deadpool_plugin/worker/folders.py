@@ -1,18 +1,17 @@
 """The folders and names of checkpoints on which all ranks agree, whatever a replacement's script calls them.
 
-A script that names its folder by the clock names another one in a process that starts later. That process saves where
-the job does, its rank's own files included.
-
-Rules of this file: ranks that were there from the start decide; a process that takes a rank over follows them, and says
-so once.
+A script that names its folder by the clock names another one in a process that starts later.
+Rules of this file: ranks that were there from the start decide; a process that takes a rank over saves where they do,
+its own files included, and says so once.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Container
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ import torch.distributed as dist
 from ..core.types import listed
 from ..errors import Unsupported
 from .file_view import absolute
+from .functions import Function
 from .link import AgentLink
 from .patching import PatchSet
 
-MOVED_MAX = 64
-"""Folders named otherwise that are kept in mind: a script may name a new one at every save."""
+MOVED_MAX = 64  # folders named otherwise that are kept in mind: a script may name a new one at every save
 
 
 class Folders:
@@ -33,36 +32,28 @@ class Folders:
 
     def __init__(self, link: AgentLink) -> None:
         self._link = link
-        self.took_over = False
-        """This process has taken its rank over from another one, which may have named folders otherwise."""
-        self.made: Container[str] = ()
-        """Paths that this process has made in start-up: the rank had started up long before it."""
-        self._agreed: set[str] = set()
-        """Folders to which this process has saved with all others."""
-        self._moved: dict[str, Path] = {}
-        """Folders that this process's script names otherwise than the job (absolute), and their names there."""
+        self.took_over = False  # this process has its rank from another one, which may have named folders otherwise
+        self.made: Container[str] = ()  # by this process in start-up: the rank had started up long before it
+        self._agreed: set[str] = set()  # folders to which this process has saved with all others
+        self._moved: dict[str, Path] = {}  # absolute folders of this process's script, and their names in the job
         self._patches: PatchSet | None = None  # of Python's file functions, once there is one of these
         self._followed: dict[str, tuple[str, int]] = {}
         """Folders that a follower's script names otherwise than the rank did, the rank's name ("": it has changed), and
         at how many saves. After a take-over: those whose names may not stay."""
-        self._said: set[str] = set()
+        self._said: set[str] = set()  # kinds of notes
 
     # ---- checkpoints of all ranks
 
     def one_folder(self, given: str, group: Any = None) -> str:
         """Return the folder in which all ranks of `group` save one checkpoint; `given` is what this rank's script says.
 
-        Every rank of `group` calls this before it writes. Blocks: for all of them.
-        Raises: Unsupported if ranks name different folders, and no replacement is the reason: nobody could load that.
+        Blocks: for all of them. Raises: Unsupported if ranks name different ones, and no replacement is the reason.
         """
         if not dist.is_initialized() or dist.get_world_size(group) < 2:
             return given
         agreed = self.moved(given)
-        said = self._ask(given, agreed, agreed != given, group)
-        # Where every process is a replacement nothing was saved before it; the first one's name is as good as any.
-        least = min(doubt for _, doubt in said)
-        settled = [name for name, doubt in said if doubt == least]
-        if not least and len(set(map(os.path.normpath, settled))) > 1:
+        others, said = self._ask(given, agreed, agreed != given, group)
+        if len({os.path.normpath(name) for name, doubt in said if not doubt}) > 1:
             ranks: dict[str, list[int]] = {}
             for rank, (name, _) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), said, strict=True):
                 ranks.setdefault(name, []).append(rank)
@@ -72,24 +63,22 @@ class Folders:
                 "one folder for all of them",
                 "let rank 0 choose the name (a clock's is not the same everywhere) and broadcast it",
             )
-        if os.path.normpath(agreed) != os.path.normpath(settled[0]):
-            agreed = settled[0]
+        if os.path.normpath(agreed) != os.path.normpath(others):
+            agreed = others
             self._move(given, agreed)
             self.moved(given)  # says so
         self._agreed.add(agreed)
         return agreed
 
     def one_tag(self, folder: str, given: str) -> str:
-        """Return the name of one checkpoint in `folder`, the same folder on all ranks; `given` is what this rank says.
+        """Return the name of one checkpoint in `folder`, as `one_folder`.
 
-        As `one_folder`, but ranks that differ from the start do not end the job: a clock's name differs now and then
-        between ranks that ask at the same moment. The first one's name is used then, and that is said.
+        Ranks that differ from the start use the first one's, and say so: each may have asked a clock just then.
         """
         if not dist.is_initialized() or dist.get_world_size() < 2:
             return given
         own = os.path.join(folder, given)
-        said = self._ask(own, given, False, None)
-        agreed = min(said, key=lambda one: one[1])[0]
+        agreed, said = self._ask(own, given, False, None)
         others = [rank for rank, (name, _) in enumerate(said) if name != agreed]
         if others and dist.get_rank() == others[0]:
             text = f"name a checkpoint in {folder} {given}; the job saves it as {agreed}"
@@ -98,16 +87,17 @@ class Folders:
         self._agreed.add(os.path.join(folder, agreed))
         return agreed
 
-    def _ask(self, path: str, name: str, was_agreed: bool, group: Any) -> list[tuple[str, int]]:
+    def _ask(self, path: str, name: str, was_agreed: bool, group: Any) -> tuple[str, list[tuple[str, int]]]:
         """Gather the name that each rank of `group` gives for its `path`, and how much it doubts that.
 
-        0: the process was there from the start, or has saved to `path` with all others (as in a redo). 1: the name was
-        agreed on for another checkpoint. 2: a later clock may have said it. Blocks: for all of them.
+        Returns: also the first of the least doubted names. Blocks: for all ranks.
         """
+        # 0: the process was there from the start, or has saved to `path` with all others (as in a redo). 1: the name
+        # was agreed on for another checkpoint. 2: a later clock may have said it.
         doubt = 0 if not self.took_over or path in self._agreed else 1 if was_agreed else 2
         said: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(said, (name, doubt), group)
-        return said
+        return min(said, key=operator.itemgetter(1))[0], said
 
     # ---- files of this rank's own
 
@@ -123,13 +113,10 @@ class Folders:
             del self._followed[next(iter(self._followed))]
 
     def take_over(self) -> None:
-        """Become the rank: the script's files go where the rank's own went.
-
-        Only by a name that stays: one that the script makes at every save may be anything by the next one.
-        """
+        """Become the rank: the script's files go where the rank's own went."""
         self.took_over = True
         for here, (there, times) in list(self._followed.items()):
-            if there and (times > 1 or here in self.made):
+            if there and (times > 1 or here in self.made):  # else the name may be another one at the next save
                 self._move(here, there)
                 del self._followed[here]
 
@@ -181,7 +168,7 @@ class Folders:
             self._patches.wrap_open(self._open)
 
     def _found(self, path: str) -> tuple[Path, Path] | None:
-        """Find the job's name of the folder that `path` lies in, and of `path` itself, if the script has others."""
+        """Find the job's names of the folder that `path` lies in and of `path`, if the script has others."""
         whole = os.path.abspath(path)
         for here, there in self._moved.items():
             if _lies_in(whole, here) and not _lies_in(whole, os.path.abspath(there)):
@@ -189,7 +176,6 @@ class Folders:
         return None
 
     def _say(self, kind: str, what: str, who: str = "") -> None:
-        """Say it once for each kind. `who`: if not this rank."""
         if kind not in self._said:
             self._said.add(kind)
             who = who or f"{'the replacement of ' if self.took_over else ''}rank {os.environ['RANK']}"
@@ -204,23 +190,22 @@ class Folders:
             return path
         return os.fsencode(found[1]) if isinstance(path, bytes) else str(found[1])
 
-    def _one(self, original: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+    def _one(self, original: Function, path: Any = ".", *args: Any, **kwargs: Any) -> Any:
         return original(self._at(path, kwargs), *args, **kwargs)
 
-    def _two(self, original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+    def _two(self, original: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self._at(src, kwargs), self._at(dst, kwargs), *args, **kwargs)
 
-    def _open(self, original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
+    def _open(self, original: Function, file: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self._at(file, {}), *args, **kwargs)
 
 
 def _parted(own: str, others: str) -> tuple[str, str]:
     """Drop the names at the ends of both that are the same."""
-    here, there = list(Path(own).parts), list(Path(others).parts)
-    while here and there and here[-1] == there[-1]:
-        here.pop()
-        there.pop()
-    return (str(Path(*here)) if here else "", str(Path(*there)))
+    here, there = Path(own), Path(others)
+    while here.name and here.name == there.name:
+        here, there = here.parent, there.parent
+    return "" if here == Path() else str(here), str(there)
 
 
 def _lies_in(path: str, folder: str) -> bool:
