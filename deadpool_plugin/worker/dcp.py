@@ -1,10 +1,9 @@
 """torch.distributed.checkpoint's `save` and `async_save` as calls.
 
-Rules of this file: an asynchronous save runs in torch's own thread, whose collectives are issued directly and end
-with the generation they began in. A script gets a future of ours: asking it is a call too, so a follower gets the
-answers the rank itself got, and waiting for it is interrupted by a swap. The future of a save that a swap cancelled
-is done, has no result, and tells why through `exception()`; `result()` does not raise, because ranks may see
-different ends of the same save and must go on alike.
+Rules of this file: an asynchronous save runs in torch's own thread, whose collectives are issued directly and end with
+the generation they began in. Asking the future that a script gets is a call too: a follower gets the rank's answers,
+and a swap interrupts the waiting. The future of a save that a swap cancelled is done, has no result, and tells why
+through `exception()`; `result()` does not raise: ranks may see different ends of one save, and must go on alike.
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import _async_thread_executor as executor, state_dict_saver as saver
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import CheckpointLost, GenerationChanged, Unsupported
-from .patching import replace
+from .patching import Function, replace
 from .saving import Flight, FolderSave, SaveCall, Saves, own_flight
 
 INTERRUPT_S = 0.05
@@ -38,15 +39,11 @@ class WritingStopped(BaseException):
 
 def install(saves: Saves) -> None:
     """Wrap both functions wherever they were imported. Once, when torch.distributed is initialised."""
-    from torch.distributed.checkpoint import state_dict_saver as saver
-
     replace({one: saves.wrapped(one, kind) for one, kind in ((saver.save, Save), (saver.async_save, AsyncSave))})
     saves.on_cancel.append(_forget_plans)
 
 
 def _forget_plans() -> None:
-    from torch.distributed.checkpoint.planner import SavePlanner
-
     # A new process has no plan of earlier saves, and whether ranks have one decides what they exchange.
     for name, value in vars(SavePlanner).items():
         if name.startswith("_cached_") and isinstance(value, dict):
@@ -57,14 +54,10 @@ class Save(FolderSave):
     name = "torch.distributed.checkpoint.save"
     folder_argument = "checkpoint_id"
 
-    def __init__(
-        self, saves: Saves, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, saves: Saves, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
-        given["state_dict"] = {  # now, not when it is done again: they may have moved on
-            name: item.state_dict() if isinstance(item, Stateful) else item
-            for name, item in given["state_dict"].items()
-        }
+        items = given["state_dict"].items()  # as they are now: they may have moved on when it is done again
+        given["state_dict"] = {name: one.state_dict() if isinstance(one, Stateful) else one for name, one in items}
         super().__init__(saves, function, (), given)
         path = given.get("checkpoint_id") or getattr(given.get("storage_writer"), "path", None)
         self.path = "" if path is None else str(path)
@@ -96,7 +89,7 @@ class AsyncSave(Save):
 
     def __call__(self) -> SaveFuture:
         flight = ThreadFlight(self._saves, self, keep_files=self.begin_attempt())
-        self._saves.launch(flight)
+        self._saves.flights.append(flight)
         flight.start()
         return self.future
 
@@ -107,25 +100,19 @@ class AsyncSave(Save):
 
 
 class ThreadFlight(Flight):
-    """A save in torch's thread.
-
-    Its files may be removed until the first collective after they were written: with every rank's word the
-    coordinator can complete the checkpoint, and this rank need not hear of it.
-    """
+    """A save in torch's thread."""
 
     ends_by_itself = True
 
     def __init__(self, saves: Saves, save: AsyncSave, *, keep_files: bool = False) -> None:
         super().__init__(saves, save.path, keep_files=keep_files)
         self._save, self.future = save, save.future
-        self._generation, self._prefix = saves.generation, f"__{save.rank}_"
+        self._generation, self._prefix = saves.groups.generation, f"__{save.rank}_"
         self._inner: Future[Any] | None = None
         self._thread = 0
 
     def start(self) -> None:
         """Let torch stage and start its thread, with this flight around what runs there."""
-        from torch.distributed.checkpoint import _async_thread_executor as executor
-
         self.future.ended = False
         original = executor.save_wrapper
 
@@ -160,9 +147,9 @@ class ThreadFlight(Flight):
         self.future.release()
 
     def check(self) -> None:
-        if self.cancelled or self._generation != self._saves.generation:
+        if self.cancelled or self._generation != self._saves.groups.generation:
             raise GenerationChanged(self._generation + 1)
-        try:
+        try:  # with every rank's word the coordinator can complete the checkpoint, and this rank need not hear of it
             self.keep_files = self.keep_files or bool(self._written())
         except OSError:  # nobody can look: they may be there
             self.keep_files = True
@@ -189,8 +176,8 @@ class ThreadFlight(Flight):
 class SaveFuture(Future[Any]):
     """The future that a script gets from `async_save`: the same object when the save is cancelled and done again.
 
-    On the script's main thread `result`, `exception` and `done` are calls. A time-out is not heeded there. Who waits in
-    another way (`concurrent.futures.wait`, a callback) waits until the save has ended in whatever way, and asks then.
+    On the script's main thread `result`, `exception` and `done` are calls, and heed no time-out. Who waits in another
+    way (`concurrent.futures.wait`, a callback) waits until the save has ended in whatever way, and asks then.
     """
 
     def __init__(self, saves: Saves) -> None:
@@ -221,7 +208,8 @@ class SaveFuture(Future[Any]):
             super().add_done_callback(lambda future: threading.Thread(target=fn, args=(future,)).start())
 
     def done(self) -> bool:
-        return self._ask(lambda: self.ended) is not False  # None: before the first forward nobody is told
+        # Before the first forward the answer is None: nobody is told.
+        return self._saves.wrapped(lambda: self.ended, Question)() is not False
 
     def result(self, timeout: float | None = None) -> Any:
         failure = self.exception()
@@ -236,13 +224,8 @@ class SaveFuture(Future[Any]):
             self._saves.link.wait_until(lambda: self.ended)
             return None if self._failure is None else str(self._failure)
 
-        text = self._ask(answer)
+        text = self._saves.wrapped(answer, Question)()
         return None if text is None else self._failure or CheckpointLost(text)
-
-    def _ask(self, answer: Callable[[], Any]) -> Any:
-        if self._saves.foreign():
-            return answer()
-        return self._saves.do(Question(self._saves, answer, (), {}))
 
 
 class Question(SaveCall):

@@ -17,8 +17,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from .functions import Function
-from .patching import PatchSet
+from .patching import Function, PatchSet
 
 MISSING_MAX = 100_000  # paths: a rank that misses more of them has not looked for a checkpoint
 ENTRIES_MAX = 10_000  # of a directory: a longer listing is one of data

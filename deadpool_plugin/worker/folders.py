@@ -20,9 +20,8 @@ import torch.distributed as dist
 from ..core.types import listed
 from ..errors import Unsupported
 from .file_view import absolute
-from .functions import Function
 from .link import AgentLink
-from .patching import PatchSet
+from .patching import Function, PatchSet
 
 MOVED_MAX = 64  # folders named otherwise that are kept in mind: a script may name a new one at every save
 

@@ -1,10 +1,10 @@
 """Saves as calls: begun when their step is committed, redone as a whole, skipped by a follower.
 
-Rules of this file: collectives inside a save are the save's own and are not logged one by one. What goes on behind
-the script's back after the call returned (a thread or process that writes) is a `Flight`: a swap cancels all flights,
-waits until their writers are gone and removes what they left, unless the checkpoint could be complete. A process
-that follows writes nothing. A file that a script writes in one call past Python's `open` is one save, too: written
-beside its place and renamed, so that doing it again never endangers what is there.
+Rules of this file: collectives inside a save are its own and are not logged one by one. A thread or process that goes
+on writing after the call returned is a `Flight`: a swap cancels all flights, waits until their writers are gone and
+removes what they left, unless the checkpoint could be complete. A process that follows writes nothing. A file that a
+script writes in one call past Python's `open` is a save, too: written beside its place and renamed, so that doing it
+again never endangers what is there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import multiprocessing
 import os
 import shutil
 import signal
@@ -34,30 +33,24 @@ from .copies import structure
 from .folders import Folders
 from .link import AgentLink
 from .mute import Mute, reads_data
-from .patching import around, replace, when_imported
+from .patching import Function, around, replace, when_imported
 
-MARK = ".metadata"
-"""The file that makes a folder of torch's or Megatron-core's a complete checkpoint."""
+MARK = ".metadata"  # makes a folder of torch's or Megatron-core's a complete checkpoint
 LEFT = ("__*_*.distcp", "__*_*.distcp.tmp", "common.pt", f"{MARK}.tmp")
 """The files that writers have written before it. Source: torch 2.13 filesystem.py; megatron-core 0.16.1 strategies/."""
 SAFETENSORS = "safetensors.torch"  # need not be installed; its `save_model` writes by its `save_file`, too
-_HELD_S = 1.0
-"""A thread that does not stop within this time, in state D, is held by the kernel, in a file system, say."""
+_HELD_S = 1.0  # a thread in state D that does not stop within it is held by the kernel, in a file system, say
 _POLL_S = 0.001
 _AT_REST = {b"T", b"t", b"Z", b"X"}
 
 
 class SaveCall(Call):
-    """A call of a function that saves, which is given its arguments as they were at the first time.
+    """A call of a function that saves, which is given its arguments as they were at the first time."""
 
-    `gated`: it begins to write, so it waits until the step it would save is committed.
-    """
+    name, kind = "", CallKind.SAVE
+    gated = True  # it writes, so it begins when the step it would save is committed
 
-    name, kind, gated = "", CallKind.SAVE, True
-
-    def __init__(
-        self, saves: Saves, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, saves: Saves, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = structure(dict(inspect.signature(function).bind(*args, **kwargs).arguments))
         super().__init__(self.name or function.__qualname__, CallKind.SAVE, function, (), given)
         self._saves = saves
@@ -72,14 +65,16 @@ class SaveCall(Call):
         return codec.encode_error(error)  # the script may go on; a redo does it again all the same
 
 
+SaveKind = Callable[["Saves", Function, tuple[Any, ...], dict[str, Any]], SaveCall]
+
+
 class Flight:
     """One save that goes on after its call returned. `path` and `files`: what it writes; empty if unknown.
 
-    `ends_by_itself`: nobody need ask for it. `keep_files`: they are not to be removed, as the checkpoint may be
-    complete, or overwrites an older one.
+    `keep_files`: they are not to be removed, as the checkpoint may be complete, or overwrites an older one.
     """
 
-    ends_by_itself = False
+    ends_by_itself = False  # nobody need ask for it
 
     def __init__(self, saves: Saves, path: str, files: Sequence[str] = (), *, keep_files: bool = False) -> None:
         self.step, self.path, self.files, self._saves = saves.step, path, list(files), saves
@@ -90,7 +85,8 @@ class Flight:
         """Allow a collective of a thread of its own. Raises: GenerationChanged."""
 
     def stop(self) -> None:
-        """Make its writers end soon. Thread: any, the main thread may be waiting for them. Never blocks for long."""
+        """Cancel it: its writers end soon. Thread: any, the main thread may be waiting for them. Blocks: briefly."""
+        self.cancelled = True
 
     def settle(self) -> None:
         """Block, after `stop`, until its writers are gone and nothing in this process will complete it."""
@@ -122,34 +118,25 @@ own_flight: ContextVar[Flight | None] = ContextVar("own_flight", default=None)
 class Saves:
     """The saves of one process. Thread: `abort` the link's, `drop` any; all else main thread only.
 
-    `do` does a call, or skips it. `step`: whose state the save call under way saves. `on_cancel`: further things to
-    forget when a swap begins, so that survivors are like a new process.
+    `do` does a call, or skips it. `step`: whose state the save call under way saves. `on_cancel` forgets what a new
+    process does not know, when a swap begins.
     """
 
     def __init__(self, link: AgentLink, groups: Groups, do: CallHandler) -> None:
-        self.link, self._groups, self.do = link, groups, do
+        self.link, self.groups, self.do = link, groups, do
         self._pid, self._inside = os.getpid(), False
         self.step, self.folders = 0, Folders(link)
         self.flights: list[Flight] = []
         self.on_cancel: list[Callable[[], None]] = []
 
-    @property
-    def generation(self) -> int:
-        return self._groups.generation
-
     def foreign(self) -> bool:
         """Return whether this is a writer's thread or process: its saves are no calls."""
         return threading.current_thread() is not threading.main_thread() or os.getpid() != self._pid
 
-    def wrapped(
-        self,
-        original: Callable[..., Any],
-        kind: Callable[[Saves, Callable[..., Any], tuple[Any, ...], dict[str, Any]], SaveCall],
-        unless: Callable[[], bool] = lambda: False,
-    ) -> Callable[..., Any]:
+    def wrapped(self, original: Function, kind: SaveKind, unless: Callable[[], bool] = lambda: False) -> Function:
         """Return `original` as a call of that `kind`; as it is in a writer, or `unless`."""
 
-        def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def save(original: Function, *args: Any, **kwargs: Any) -> Any:
             if unless() or self.foreign():
                 return original(*args, **kwargs)
             return self.do(kind(self, original, args, kwargs))
@@ -157,10 +144,7 @@ class Saves:
         return around(original, save)
 
     def written(self, path: str, began: float, step: int | None = None, *, whole: bool = True) -> None:
-        """Tell the agent that the checkpoint at `path` is complete as far as this rank is concerned.
-
-        `whole`: it is all that a job needs to go on from there, as far as anybody can tell.
-        """
+        """Tell the agent that this rank's part at `path` is complete. `whole`: a job may go on from there."""
         step = self.step if step is None else step
         self.link.send(local.CheckpointSaved(step, path, whole))
         self.link.event("CheckpointSaved", step=step, path=path, duration_s=time.monotonic() - began)
@@ -170,13 +154,10 @@ class Saves:
         """Enclose a save that no interruption of collectives ends. Raises: GenerationChanged."""
         self._inside = True
         try:
-            self._groups.generations.check()  # whoever announced that could not yet know of this
+            self.groups.generations.check()  # whoever announced that could not yet know of this
             yield
         finally:
             self._inside = False
-
-    def launch(self, flight: Flight) -> None:
-        self.flights.append(flight)
 
     def drop(self, flight: Flight) -> None:
         """Forget a flight that has ended by itself; what it wrote is as it would be without us."""
@@ -193,14 +174,12 @@ class Saves:
         if self._inside:
             self.link.send(local.Saving(generation))
         for flight in list(self.flights):
-            flight.cancelled = True
             flight.stop()
 
     def cancel(self) -> list[Flight]:
         """End every flight, then remove what they wrote. Returns them. Blocks: until their writers are gone."""
         flights, self.flights = list(self.flights), []
         for flight in flights:
-            flight.cancelled = True
             flight.stop()
         for flight in flights:
             flight.settle()
@@ -215,36 +194,29 @@ class Saves:
         return flights
 
     def sweep(self, flights: Sequence[Flight], restore_step: int) -> None:
-        """Remove what a lost process has left of `flights` that are not done again: it cannot do so itself.
-
-        All survivors are in the new generation, so none of them writes any more. A flight whose files were to be
-        removed here cannot have been completed anywhere.
-        """
+        """Remove what a lost process left of `flights` that are not done again. No survivor writes any more."""
         for flight in flights:
             folder = Path(flight.path)
-            if flight.step >= restore_step or not flight.may_be_removed() or (folder / MARK).exists():
-                continue
-            with contextlib.suppress(OSError):  # another rank is at it, too; without its mark it is no checkpoint
-                for file in (file for pattern in LEFT for file in folder.glob(pattern)):
-                    file.unlink(missing_ok=True)
-                folder.rmdir()
+            # What was to be removed here cannot have been completed anywhere.
+            if flight.step < restore_step and flight.may_be_removed() and not (folder / MARK).exists():
+                with contextlib.suppress(OSError):  # another rank is at it, too; without its mark it is no checkpoint
+                    for file in (file for pattern in LEFT for file in folder.glob(pattern)):
+                        file.unlink(missing_ok=True)
+                    folder.rmdir()
 
     def report_cancelled(self, flights: Sequence[Flight], restore_step: int) -> None:
+        behind = f"training goes on from step {restore_step}, behind it"
         for flight in [flight for flight in flights if not flight.complete]:
-            again = flight.step >= restore_step
-            reason = "it is done again" if again else f"training goes on from step {restore_step}, behind it"
+            reason = "it is done again" if flight.step >= restore_step else behind
             self.link.event("CheckpointCancelled", step=flight.step, path=flight.path, reason=reason)
 
 
 class FolderSave(SaveCall):
-    """A save of all ranks to one folder.
-
-    `path`: the folder, "" if unknown; `rank`: by which its files are named. Both set by subclasses.
-    """
+    """A save of all ranks to one folder."""
 
     folder_argument: str
-    path: str
-    rank: int
+    path: str  # the folder; "" if unknown
+    rank: int  # by which its files are named
     _overwrites: bool | None = None
 
     def outcome(self, value: Any) -> None:
@@ -268,7 +240,7 @@ class FolderSave(SaveCall):
         return any(file.exists() for file in self._marks())
 
     def _marks(self) -> list[Path]:
-        """List the files that make it a complete checkpoint (of this rank): torch and Megatron write them last."""
+        """List the files that make it a complete checkpoint (of this rank), which are written last."""
         return [Path(self.path, name) for name in (MARK, f"__{self.rank}.metadata")] if self.path else []
 
 
@@ -287,12 +259,12 @@ def install(saves: Saves) -> None:
     replace(wrappers)
 
 
-def save_file(saves: Saves, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def save_file(saves: Saves, name: str, original: Function) -> Function:
     """Return `original`, whose second parameter is where to write, as a call if that is a path."""
     signature = inspect.signature(original)
     where = list(signature.parameters)[1]
 
-    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def save(original: Function, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         file = given.arguments[where]
 
@@ -310,14 +282,11 @@ def save_file(saves: Saves, name: str, original: Callable[..., Any]) -> Callable
 
 
 class FileSave(SaveCall):
-    """A call of `write`, which makes the file at `path`. Its outcome says where that is.
-
-    Once it is done, or has failed, it is not done again: what it was given may have changed since, or the script have
-    moved the file.
-    """
+    """A call of `write`, which makes the file at `path`. Its outcome says where that is."""
 
     def __init__(self, name: str, saves: Saves, path: str, write: Callable[[Path], Any]) -> None:
         self.name, self._saves, self._path = name, saves, str(Path(path))
+        # None once it is done, or has failed: what it was given may have changed since, or the script moved the file.
         self._write: Callable[[Path], Any] | None = write
 
     def __call__(self) -> None:
@@ -325,7 +294,7 @@ class FileSave(SaveCall):
             began = time.monotonic()
             self._path = self._saves.folders.file(self._path)
             write_beside(Path(self._path), self._write)
-            self._write = None  # the call log would keep what it was given for steps
+            self._write = None
             self._saves.written(self._path, began, whole=False)
 
     def outcome(self, value: Any) -> bytes:
@@ -356,28 +325,14 @@ def write_beside(path: Path, write: Callable[[Path], Any]) -> None:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-# ---- processes that write: they end with the training process, or when a swap cancels them
-
-
-def die_with_trainer() -> None:
-    """Let the kernel kill this process, started by multiprocessing, when its parent ends; at once if it has ended."""
-    parent, started_by = os.getppid(), multiprocessing.parent_process()
-    if started_by is not None and not started_by.is_alive():  # an orphan has another parent
-        os.kill(os.getpid(), signal.SIGKILL)
-    linux.die_with_parent(signal.SIGKILL, parent)
-
-
 def kill_tree(pid: int) -> None:
-    """SIGKILL `pid` and everything below it. Blocks: until all of them have ended (they need not be our children).
-
-    Each stands still before its children are listed, so none can be born unseen. A kernel may not list them.
-    """
+    """SIGKILL `pid` and everything below it. Blocks: until all of them have ended (they need not be our children)."""
     watched, pending = list[int](), [pid]
     while pending:
         one = pending.pop()
         with contextlib.suppress(ProcessLookupError):
             watched.append(linux.pidfd_open(one))
-            os.kill(one, signal.SIGSTOP)
+            os.kill(one, signal.SIGSTOP)  # before its children are listed: none can be born unseen
             held_at = time.monotonic() + _HELD_S
             # A thread within fork(2) finishes that first.
             while running := {stat.rpartition(b")")[2].split()[0] for stat in _of_threads(one, "stat")} - _AT_REST:

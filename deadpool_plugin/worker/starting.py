@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +21,11 @@ from .calls import RUNS_MODEL, Call, CallKind
 from .context import Context
 from .file_view import Folder, Looks
 from .live import Live
-from .patching import around, when_imported
+from .patching import Function, around, when_imported
 from .staging import Layout
 
 _KNOWN = "Megatron-core's schedules and optimizer, or a DeepSpeed engine (imported before init_process_group)"
-UNKNOWN_STEPS_MAX = 20
-"""Optimizer steps before the first call that we know: frameworks make a few to build their optimizers' state."""
+UNKNOWN_STEPS_MAX = 20  # before the first call that we know: frameworks make a few to build their optimizers' state
 _FSDP = "torch.distributed.fsdp"
 
 
@@ -91,7 +89,7 @@ class Starting:
         self._looks = Looks()
 
     def _refuse_in(self, owner: Any, name: str, what: str) -> None:
-        def refused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def refused(original: Function, *args: Any, **kwargs: Any) -> Any:
             if self._context.mode is self:
                 raise Unsupported(
                     f"the script wraps its model in {what}, whose training deadpool_plugin does not know",
@@ -121,8 +119,7 @@ class Starting:
         context.link.send(local.RankReady(self._rank, *sizes, layout.digest, replicas, recording))
         _, (descriptor,) = context.link.receive(local.ArenaHandOver)
         slots = SlotPair.attach(descriptor, self._rank, *sizes)
-        live = Live(context, self._rank, layout, slots, step=0)
-        context.mode = live
+        context.mode = live = Live(context, self._rank, layout, slots, step=0)
         live.stage(0)
         context.offer_store()
         context.on_built()

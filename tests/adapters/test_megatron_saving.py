@@ -21,7 +21,8 @@ from deadpool_plugin.worker.saving import Saves
 def saves(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     folders = fake(one_folder=lambda given, group: given)
-    return fake(step=3, generation=1, folders=folders, launch=lambda flight: pytest.fail("nobody will complete it"))
+    flights = fake(append=lambda flight: pytest.fail("nobody will complete it"))
+    return fake(step=3, groups=fake(generation=1), folders=folders, flights=flights)
 
 
 class Process:
@@ -104,10 +105,8 @@ def waiting(monkeypatch, train_gpt):
 
     monkeypatch.setattr(async_utils, "sleep", lambda seconds: None)
     monkeypatch.setattr(saving, "LOOK_EVERY_S", 0)
-    saves = fake(
-        step=3, generation=1, flights=[], foreign=lambda: False, do=lambda call: call(), drop=lambda flight: None
-    )
-    saves.launch = saves.flights.append
+    groups, do = fake(generation=1), lambda call: call()
+    saves = fake(step=3, groups=groups, flights=[], foreign=lambda: False, do=do, drop=lambda flight: None)
     saves.wrapped = functools.partial(Saves.wrapped, saves)
     for name, call in (
         ("schedule_async_request", saving.Schedule), ("maybe_finalize_async_calls", saving.Finalize),

@@ -192,7 +192,7 @@ def test_a_rank_that_gave_its_word_keeps_its_files(tmp_path, saves, completed_by
     """The coordinator may have completed the checkpoint already, or do so yet."""
     file = tmp_path / "__0_0.distcp"
     flight = thread_flight(saves, tmp_path)
-    saves.launch(flight)
+    saves.flights.append(flight)
     flight.check()  # planning: nothing is written yet
     assert not flight.keep_files
     file.touch()
@@ -210,7 +210,7 @@ def test_a_flight_that_landed_while_it_was_stopped_is_left_alone(tmp_path, saves
             self.completed()
 
     (tmp_path / "mine").touch()
-    saves.launch(Landing(saves, str(tmp_path), [str(tmp_path / "mine")]))
+    saves.flights.append(Landing(saves, str(tmp_path), [str(tmp_path / "mine")]))
     saves.report_cancelled(saves.cancel(), 5)
     assert (tmp_path / "mine").exists() and [kind for kind, _ in saves.link.events] == ["CheckpointSaved"]
 
@@ -223,6 +223,7 @@ def test_a_flight_is_stopped_settled_and_its_own_files_removed(tmp_path, saves):
 
     class Slow(saving.Flight):
         def stop(self):
+            super().stop()
             order.append("stop")
 
         def settle(self):
@@ -231,7 +232,7 @@ def test_a_flight_is_stopped_settled_and_its_own_files_removed(tmp_path, saves):
 
     saves.step = 4
     saves.on_cancel.append(lambda: order.append("forget"))
-    saves.launch(Slow(saves, str(folder), [str(folder / "mine")]))
+    saves.flights.append(Slow(saves, str(folder), [str(folder / "mine")]))
     saves.abort(1)
     (flight,) = saves.cancel()
     assert order == ["stop", "stop", "settle", "forget"] and not folder.exists() and flight.cancelled
@@ -247,7 +248,7 @@ def test_a_swap_that_finds_the_main_thread_in_a_save_is_told_so(saves):
     saves.abort(3)
     assert saves.link.sent == [local.Saving(2)]
 
-    saves._groups.generations.announce(4)
+    saves.groups.generations.announce(4)
     with pytest.raises(GenerationChanged), saves.under_way():
         raise AssertionError("nobody knows of a save that begins after the swap")
     saves.abort(4)
@@ -265,7 +266,7 @@ def test_all_writers_have_ended_before_anything_is_removed(tmp_path, saves):
             done.append("remove")
 
     for _ in range(2):
-        saves.launch(Noted(saves, str(tmp_path)))
+        saves.flights.append(Noted(saves, str(tmp_path)))
     saves.cancel()
     assert done == ["settle", "settle", "remove", "remove"]
 
@@ -284,8 +285,8 @@ def test_what_cannot_be_removed_is_said_and_the_rest_is(tmp_path, saves, monkeyp
 
     (tmp_path / "__0_0.distcp").touch()
     flight = thread_flight(saves, tmp_path)
-    saves.launch(flight)
-    saves.launch(Other(saves, ""))
+    saves.flights.append(flight)
+    saves.flights.append(Other(saves, ""))
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, cannot)
         assert len(saves.cancel()) == 2
@@ -295,7 +296,7 @@ def test_what_cannot_be_removed_is_said_and_the_rest_is(tmp_path, saves, monkeyp
 
 
 def test_a_folder_that_another_rank_has_removed_meanwhile_is_nothing_to_say(tmp_path, saves, monkeypatch):
-    saves.launch(thread_flight(saves, tmp_path / "gone"))
+    saves.flights.append(thread_flight(saves, tmp_path / "gone"))
     monkeypatch.setattr(os.path, "isdir", lambda path: True)
     saves.cancel()
     assert saves.link.events == []
@@ -313,7 +314,7 @@ def test_files_of_a_checkpoint_that_may_be_complete_are_kept(tmp_path, saves):
     (tmp_path / "mine").touch()
     flight = saving.Flight(saves, str(tmp_path), [str(tmp_path / "mine")])
     flight.keep_files = True
-    saves.launch(flight)
+    saves.flights.append(flight)
     saves.cancel()
     assert (tmp_path / "mine").exists()
 
@@ -433,7 +434,7 @@ def test_who_waits_for_threads_that_write_waits_for_no_other_flight(saves, async
     go_on = threading.Event()
     call, future = async_save(lambda: go_on.wait(20))
     other = saving.Flight(saves, "")
-    saves.launch(other)
+    saves.flights.append(other)
     call()
     threading.Timer(0.01, go_on.set).start()
     saves.wait_for_threads()

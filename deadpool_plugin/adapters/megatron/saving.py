@@ -12,15 +12,17 @@ import contextlib
 import multiprocessing
 import os
 import queue as queues
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 from ...errors import Unsupported
+from ...transport import linux
 from ...worker.calls import Call
 from ...worker.copies import structure
 from ...worker.patching import around, replace
-from ...worker.saving import Flight, FolderSave, SaveCall, Saves, die_with_trainer, kill_tree
+from ...worker.saving import Flight, FolderSave, SaveCall, Saves, kill_tree
 from ..common import Function
 
 WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
@@ -70,8 +72,11 @@ class ShardedState(Call):
 
 
 def _end_with_trainer(original: Function, *args: Any, **kwargs: Any) -> Any:
-    if multiprocessing.parent_process() is not None:  # left behind, it would hold the dead rank's connections and files
-        die_with_trainer()
+    parent, trainer = os.getppid(), multiprocessing.parent_process()
+    if trainer is not None:  # left behind, it would hold the dead rank's connections and files
+        if not trainer.is_alive():  # an orphan has another parent
+            os.kill(os.getpid(), signal.SIGKILL)
+        linux.die_with_parent(signal.SIGKILL, parent)
     return original(*args, **kwargs)
 
 
@@ -114,7 +119,7 @@ class DistCheckpointSave(FolderSave):
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
         began = time.monotonic()
-        _forget_plans(self.kwargs.get("sharded_strategy"), self._saves.generation)
+        _forget_plans(self.kwargs.get("sharded_strategy"), self._saves.groups.generation)
         is_redone, overwrites = self._overwrites is not None, self.begin_attempt()
         if is_redone:
             os.makedirs(self.path, exist_ok=True)  # the script made it, and a cancelled flight removed it
@@ -129,7 +134,7 @@ class DistCheckpointSave(FolderSave):
                 "save with async_strategy='mcore' (--async-strategy mcore), or synchronously",
             )
         flight = RequestFlight(self._saves, self.path, made, keep_files=overwrites)
-        self._saves.launch(flight)
+        self._saves.flights.append(flight)
         functions = self._functions
         functions[: functions.own] = [flight.begin, *made.finalize_fns]
         functions.own, functions.flight = 1 + len(made.finalize_fns), flight
@@ -172,6 +177,7 @@ class RequestFlight(Flight):
         self.keep_files = self.keep_files or not self.cancelled
 
     def stop(self) -> None:
+        super().stop()
         process = getattr(self.active.async_caller, "process", None) if self.active is not None else None
         if process is not None and not self._stopping:
             self._stopping = True
@@ -214,7 +220,7 @@ class Schedule(QueueCall):
         flight = getattr(request.finalize_fns, "flight", None)
         if flight is None:  # made by somebody else's code
             flight = RequestFlight(self._saves, "", request, keep_files=True)
-            self._saves.launch(flight)
+            self._saves.flights.append(flight)
         queue.call_idx = self._index
         if flight.cancelled:  # on all ranks
             queue.call_idx += 1
