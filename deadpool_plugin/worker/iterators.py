@@ -32,6 +32,15 @@ DRAWS_NOTHING: list[Callable[[Any], bool]] = []
 """Each tells whether reading an item of a data set surely draws no random numbers but from the item's index."""
 
 
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    RewindIterator.readers += 1
+    try:
+        yield
+    finally:
+        RewindIterator.readers -= 1
+
+
 class Item(NamedTuple):
     """The item of one pull."""
 
@@ -43,10 +52,10 @@ class Item(NamedTuple):
 class RewindIterator:
     """Stand-in of the user's iterator, which keeps the items since `forget_before` by position (how many came before).
 
-    `reading`: how many of these read from their sources now; what is read below them is theirs to rewind.
+    `readers`: how many of these read from their sources now; what is read below them is theirs to rewind.
     """
 
-    reading: ClassVar[int] = 0
+    readers: ClassVar[int] = 0
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.position = inner, 0
@@ -107,12 +116,46 @@ class RewindIterator:
         drawn = [[number, item.drew[0]] for number, item in enumerate(items) if item.drew is not None]
         return [len(items), drawn, proof.combined([item.digest for item in items])]
 
+    @reading()
     def skip(self, count: int, draws: Numbered = (), digest: int = 0) -> int | None:
         """Move the user's iterator, in a follower, by what `pulled_since` gave in the rank itself.
 
-        Args: digest: 0 if nobody will compare it. Returns: that of what was read here; None if it was passed over.
+        Of a DataLoader only the sampler is asked where an adapter knows the data set; if it has worker processes, not
+        before somebody reads on. Anything else pays the price of reading; so do the first items that have a `digest`.
+
+        Returns: the digest of what was read here; None if it was passed over.
         """
-        return skip(self.inner, count, draws, read_first=digest != 0)
+        reader = self.inner
+        while type(reader) in WRAPPERS:
+            attribute, repeats = WRAPPERS[type(reader)]
+            if getattr(reader, repeats):
+                return None
+            reader = getattr(reader, attribute)
+        known = (  # a batch depends on its indices alone
+            type(reader) in _READERS
+            and not (digest and reader._num_yielded == 0)
+            and reader._dataset_kind == _DatasetKind.Map
+            and reader._collate_fn in (default_collate, default_convert)
+            and any(draws_nothing(reader._dataset) for draws_nothing in DRAWS_NOTHING)
+        )
+        single = known and type(reader) is _SingleProcessDataLoaderIter
+        if known and not single and not draws:
+            reader._behind = count + (reader._behind if type(reader) is _Behind else 0)
+            reader.__class__ = _Behind
+            return None
+        before = {number: states for number, states in draws}
+        indices, digests = deque[Any](maxlen=proof.ITEMS_MAX), []
+        for number in range(count):
+            if number in before:
+                rng.restore_host(before[number])
+            if single:
+                indices.append(_pass_over(reader))
+            else:
+                digests.append(proof.digest(next(self.inner)))
+        if single:
+            reader.passed_over = indices
+            return None
+        return proof.combined(digests)
 
     def check(self, first: int, end: int) -> None:
         """Raises: Unsupported if an item from `first` up to `end` was changed since: a redo reads them again."""
@@ -131,15 +174,6 @@ class RewindIterator:
 
 class RewoundByItself:
     """Iterators that may be given to a call as they are."""
-
-
-@contextlib.contextmanager
-def reading() -> Iterator[None]:
-    RewindIterator.reading += 1
-    try:
-        yield
-    finally:
-        RewindIterator.reading -= 1
 
 
 class IteratorTable:
@@ -175,49 +209,6 @@ class IteratorTable:
         self._table = {key: one for key, one in self._table.items() if one in first}
         for stand_in, position in first.items():
             stand_in.forget_before(position)
-
-
-# ---- moving a newcomer's iterators
-
-
-@reading()
-def skip(iterator: Iterator[Any], count: int, draws: Numbered = (), read_first: bool = False) -> int | None:
-    """Move `iterator` forward by `count` items. Returns: their digest, None if they were passed over.
-
-    Of a DataLoader only the sampler is asked where an adapter knows the data set; if it has worker processes, not
-    before somebody reads on. Anything else pays the price of reading. `read_first`: so do the first items there are.
-    """
-    reader: Any = iterator
-    while type(reader) in WRAPPERS:
-        attribute, repeats = WRAPPERS[type(reader)]
-        if getattr(reader, repeats):
-            return None
-        reader = getattr(reader, attribute)
-    known = (  # a batch depends on its indices alone
-        type(reader) in _READERS
-        and not (read_first and reader._num_yielded == 0)
-        and reader._dataset_kind == _DatasetKind.Map
-        and reader._collate_fn in (default_collate, default_convert)
-        and any(draws_nothing(reader._dataset) for draws_nothing in DRAWS_NOTHING)
-    )
-    single = known and type(reader) is _SingleProcessDataLoaderIter
-    if known and not single and not draws:
-        reader._behind = count + (reader._behind if type(reader) is _Behind else 0)
-        reader.__class__ = _Behind
-        return None
-    before = {number: states for number, states in draws}
-    indices, digests = deque[Any](maxlen=proof.ITEMS_MAX), []
-    for number in range(count):
-        if number in before:
-            rng.restore_host(before[number])
-        if single:
-            indices.append(_pass_over(reader))
-        else:
-            digests.append(proof.digest(next(iterator)))
-    if single:
-        reader.passed_over = indices
-        return None
-    return proof.combined(digests)
 
 
 @reading()

@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..errors import Divergence, Unsupported, invariant
 from . import codec, proof, rng
-from .iterators import POINTER, Numbered, RewindIterator, RewoundByItself, reading, skip
+from .iterators import POINTER, Numbered, RewindIterator, RewoundByItself, reading
 from .patching import PatchSet
 
 TAPES_MAX = 64  # in one process: each is named in every call's record
@@ -45,7 +45,7 @@ class Tape(RewindIterator):
         self._settle()
         if self.position not in self._kept:  # else it is a redo
             self._begins = begins
-        nested = RewindIterator.reading > 0
+        nested = RewindIterator.readers > 0
         if self._is_nested not in (None, nested):
             raise Unsupported(
                 f"a resumable {type(self.inner).__name__} is read both directly and through another iterator "
@@ -90,9 +90,9 @@ class Tape(RewindIterator):
         self._draws.update({self._owed + number: states for number, states in draws})
         self._passes.update({self._owed + number: begins for number, begins in passes})
         self._owed += count
-        return None if self.is_stateful else self._settle(read_first=digest != 0)
+        return None if self.is_stateful else self._settle(digest)
 
-    def _settle(self, read_first: bool = False) -> int | None:
+    def _settle(self, digest: int = 0) -> int | None:
         """Go over the events that a follower has skipped. Returns: their digest, None if some were passed over."""
         if self._owed == 0:
             return None
@@ -104,8 +104,8 @@ class Tape(RewindIterator):
                 self._begins, differs = self._passes.get(number, False), ""
                 if number not in self._passes:
                     try:
-                        items = iter(()) if self._pass is None else self._pass
-                        digests.append(skip(items, 1, read_first=read_first))
+                        items = RewindIterator(iter(()) if self._pass is None else self._pass)
+                        digests.append(items.skip(1, digest=digest))
                     except StopIteration:
                         differs = "ended earlier"
                 elif (event := self._read()) is BEGUN or event is ENDED:
@@ -252,7 +252,7 @@ class Tapes(list[Tape]):
         """Let scripts find us from now on, and refuse what a call reads past us. `inside`: whether one is under way."""
 
         def following(original: Callable[[Any], Any], iterator: Any) -> Any:
-            is_script = threading.current_thread() is threading.main_thread() and not RewindIterator.reading
+            is_script = threading.current_thread() is threading.main_thread() and not RewindIterator.readers
             if is_script and inside():
                 raise Unsupported(
                     "a training call reads from a DataLoader that it was not given: a swap could not rewind it",

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from deadpool_plugin.errors import Divergence, GenerationChanged, Unsupported
 from deadpool_plugin.worker import codec, iterators
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
-from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator, skip
+from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator
 
 
 def counted(count: int) -> Dataset[Any]:
@@ -203,7 +203,7 @@ def test_a_single_process_loader_that_may_draw_is_read(make):
 def test_a_known_data_set_with_a_collator_of_the_scripts_own_is_read(known):
     loader = iter(DataLoader(Shared(), collate_fn=lambda samples: (samples, next(numbers))))
     numbers = iter(range(10))
-    skip(loader, 4)
+    RewindIterator(loader).skip(4)
     assert next(loader)[1] == 4
 
 
@@ -216,25 +216,25 @@ def test_a_loader_with_processes_over_a_known_data_set_is_moved_without_reading(
     data.reads.zero_()
     behind = iter(loader)
     for _ in range(500):
-        skip(behind, 3)
+        RewindIterator(behind).skip(3)
     assert next(behind).tolist() == plain[1500]
-    skip(behind, 1)  # fewer than its process has been asked for
+    RewindIterator(behind).skip(1)  # fewer than its process has been asked for
     assert [next(behind).tolist() for _ in range(3)] == plain[1502:1505]
-    skip(behind, 2000 - 1505 - 1)
+    RewindIterator(behind).skip(2000 - 1505 - 1)
     assert [batch.tolist() for batch in behind] == plain[-1:]
     assert data.reads.item() < 60
 
 
 def test_a_data_set_that_has_become_shorter_is_no_end_of_the_data(known):
     loader = iter(DataLoader(Shared(10), batch_size=2, num_workers=1))
-    skip(loader, 6)
+    RewindIterator(loader).skip(6)
     with pytest.raises(Divergence, match="before 6 batches"):
         next(loader)
 
 
 def test_one_that_begins_anew_has_missed_nothing(known):
     loader = DataLoader(Shared(20), batch_size=2, num_workers=1, persistent_workers=True)
-    skip(iter(loader), 7)
+    RewindIterator(iter(loader)).skip(7)
     assert [batch.tolist() for batch in loader] == [[2 * n, 2 * n + 1] for n in range(10)]
 
 
@@ -252,16 +252,16 @@ def test_what_wraps_a_loader_is_looked_through(known, monkeypatch):
     data = Shared()
     wrapped = Wrapper(iter(DataLoader(data, num_workers=1)))
     wrapped.repeats = False
-    skip(wrapped, 900)
+    RewindIterator(wrapped).skip(900)
     wrapped.repeats = True
-    skip(wrapped, 3)
+    RewindIterator(wrapped).skip(3)
     assert next(wrapped).item() == 900 and data.reads.item() < 30
 
 
 def test_worker_processes_of_an_unknown_data_set_may_draw_so_it_is_read():
     data = Shared()
     loader = iter(DataLoader(data, num_workers=1))
-    skip(loader, 40)
+    RewindIterator(loader).skip(40)
     assert next(loader).item() == 40 and data.reads.item() >= 41
 
 
