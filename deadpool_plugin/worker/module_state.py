@@ -124,15 +124,14 @@ class Buffers:
         memory = tensor.untyped_storage().data_ptr()
         for place in self._places:
             now = place.now()
-            if now is None or now.untyped_storage().data_ptr() != memory:
-                continue
-            if now is not place.stays:
-                raise Unsupported(
-                    f"the script communicates {place.title}, which the model's forward replaces by new tensors",
-                    "a buffer that is changed in place (copy_, lerp_)",
-                    f"change it so, communicate in the model's forward, or {WHOLE_STEP}",
-                )
-            return True
+            if now is not None and now.untyped_storage().data_ptr() == memory:
+                if now is not place.stays:
+                    raise Unsupported(
+                        f"the script communicates {place.title}, which the model's forward replaces by new tensors",
+                        "a buffer that is changed in place (copy_, lerp_)",
+                        f"change it so, communicate in the model's forward, or {WHOLE_STEP}",
+                    )
+                return True
         return False
 
 

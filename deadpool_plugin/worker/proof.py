@@ -34,7 +34,7 @@ def digest(value: Any) -> int:
     # A class of the script's may fail when it is looked at: in every process alike, and no job shall end by that.
     with contextlib.suppress(Exception):
         _feed(state, value, _ITEMS_MAX, 0)
-    return _cut(state.intdigest())
+    return state.intdigest() & 0xFFFFFFFF or 1  # a record has room for so much
 
 
 def combined(digests: Sequence[int]) -> int:
@@ -42,11 +42,7 @@ def combined(digests: Sequence[int]) -> int:
     many = digests[-ITEMS_MAX:]
     if len(many) <= 1:
         return many[0] if many else 0
-    return _cut(xxhash.xxh3_64_intdigest(np.array(many, dtype=np.uint64).tobytes()))
-
-
-def _cut(whole: int) -> int:
-    return whole & 0xFFFFFFFF or 1  # a record has room for so much
+    return xxhash.xxh3_64_intdigest(np.array(many, dtype=np.uint64).tobytes()) & 0xFFFFFFFF or 1
 
 
 def _feed(state: Any, value: Any, items: int, depth: int) -> None:
