@@ -194,10 +194,10 @@ class Writer(Lane):
 
 
 class Ring:
-    """Two files that are written in turns: where one is full, the other begins anew. At least the newest `bytes_max`
-    of what this process wrote are always there, and never more than twice as much. Thread: one.
+    """Two files that are written in turns: where one is full, the other begins anew. Thread: one.
 
-    Blocks: making it, for the file system. Raises: OSError.
+    They hold the newest `bytes_max` of what this process wrote, and at most twice as much. Making it blocks for the
+    file system, and raises OSError.
     """
 
     def __init__(self, writer: Writer, paths: tuple[Path, Path], bytes_max: int) -> None:
@@ -265,8 +265,7 @@ class Repeats(LineBuffer):
 class Pipe:
     """The read end of a worker's output pipe on the running event loop: into its file, and forwarded if asked.
 
-    Reading begins with the first `assign` (until then the pipe itself keeps what little there is). The reader never
-    stalls, so a worker never waits for a disk or a launcher.
+    Reading begins with the first `assign`, and never stalls: a worker never waits for a disk or a launcher.
     """
 
     def __init__(self, fd: int, writer: Writer) -> None:
@@ -287,10 +286,9 @@ class Pipe:
         return self._path is not None
 
     def assign(self, path: Path, forward: bool, file: LogFile | None = None, late: bool = False) -> None:
-        """Write into `path` from now on; `forward` to our own standard output too.
+        """Write into `path` from now on; `forward` to our own standard output too. Blocks: to open it here.
 
         Args: file: `path`, opened already. late: it could not be opened in time; the thread that writes opens it.
-        Blocks: for the file system, with neither.
         """
         if self.ended.is_set() or path == self._path:
             return
@@ -311,8 +309,7 @@ class Pipe:
             self._file = None
 
     def cut(self, step: Step) -> int | None:
-        """Return how much is in the file at the cut of `step`, before which the process flushed. None if the file was
-        opened late, so that it is not known."""
+        """Return how much is in the file at the cut of `step`, before which the process flushed; None if not known."""
         self._read()  # takes all that is in a pipe (64 KiB at most)
         self.repeats.reached(step)
         return self._file_bytes
@@ -363,7 +360,7 @@ def cuts_of(folder: Path, node: int | str) -> tuple[Path, Path]:
 
 
 def printed_since(output_dir: Path, job: str, rank: Rank, step: Step) -> Printed:
-    """Read what processes of `rank` printed after the cut of `step`, on any node of `job`. Blocks: for the files."""
+    """Read what processes of `rank` printed after the cut of `step`, on any node of `job`. Blocks."""
     found: Printed = defaultdict(Counter)
     for path in sorted(output_dir.glob(f"rank{rank:04d}.node*.log")):
         with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -394,10 +391,7 @@ def words(line: bytes) -> bytes:
 
 
 class Cuts:
-    """How much each rank on this node had printed before its newest cuts, written down.
-
-    Thread: the event loop's only. Args: job: its name, known once training begins.
-    """
+    """How much each rank on this node had printed before its newest cuts, written down. `job`: known with training."""
 
     def __init__(self, node: NodeId, writer: Writer, output_dir: Path, job: Callable[[], str]) -> None:
         self._job, self._files = job, Ring(writer, cuts_of(output_dir, node), CUTS_BYTES)

@@ -34,7 +34,6 @@ Program = Sequence[str] | Callable[[], object]
 PF_EXITING = 0x4
 PF_SIGNALED = 0x400
 PF_KTHREAD = 0x200000
-OOM_SCORE_ADJ_MAX = "1000"
 ROUNDS_MAX = 10
 EXEC_LOOKS_MAX = 500
 """A number, not a time: where the CPUs are busy this process looks less often, too."""
@@ -43,7 +42,6 @@ POLL_S = 0.03
 TAG = "DEADPOOL_TAG"
 """Environment variable every worker is started with: "<launcher pid>.<its start time>.<local rank>."."""
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-_MPOL_DEFAULT = 0
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _log = logging.getLogger(__name__)
 
@@ -98,7 +96,7 @@ def be_the_first_to_go() -> None:
     """Let the kernel, when memory is short, end this process or what it will fork before any other."""
     # An agent whose arenas count as its own would come first, and with it a whole node goes.
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ_MAX)
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def reset_affinity() -> None:
@@ -109,7 +107,7 @@ def reset_affinity() -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     number = _SET_MEMPOLICY.get(os.uname().machine)
     if number is not None:
-        libc.syscall(number, _MPOL_DEFAULT, None, 0)
+        libc.syscall(number, 0, None, 0)  # MPOL_DEFAULT
 
 
 def reaped() -> Iterator[tuple[int, int]]:

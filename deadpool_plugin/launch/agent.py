@@ -19,8 +19,7 @@ from ..agent.process import Agent
 from ..agent.world import Job, Place, job_from
 from ..config import Config, load
 from ..errors import DeadpoolError
-from ..host.interfaces import reachable
-from ..host.machine import Machine
+from ..host.machine import Machine, reachable
 from ..host.output import say
 from ..transport.handshake import Credentials
 from . import checks, job_files

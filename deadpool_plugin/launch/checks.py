@@ -15,7 +15,7 @@ from importlib import metadata
 from ..agent.world import Place, check_headroom, check_hosts
 from ..config import Config
 from ..errors import ConfigError, refusing
-from ..host.interfaces import address_of
+from ..host.machine import address_of
 from ..transport import linux
 
 REQUIRED = {"torch": (2, 9)}

@@ -26,7 +26,7 @@ from deadpool_plugin.core import api
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
-from deadpool_plugin.host.interfaces import address_of, addresses_here
+from deadpool_plugin.host.machine import address_of, addresses_here
 from deadpool_plugin.host.output import LINE_BYTES_MAX, Lane, LineBuffer, LogFile, Pipe, Writer
 from deadpool_plugin.host.proc import Processes, described_exit
 from deadpool_plugin.transport.rendezvous import Hello

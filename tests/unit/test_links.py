@@ -1,4 +1,4 @@
-"""agent/links.py, host/interfaces.py: how long hosts wait for each other, and what they call themselves."""
+"""agent/links.py, host/machine.py: how long hosts wait for each other, and what they call themselves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from deadpool_plugin.agent import links as links_module
 from deadpool_plugin.agent.links import Links
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError, TransportError
-from deadpool_plugin.host import interfaces
-from deadpool_plugin.host.interfaces import reachable
+from deadpool_plugin.host import machine
+from deadpool_plugin.host.machine import reachable
 from deadpool_plugin.transport.rendezvous import Hello
 
 
@@ -47,7 +47,7 @@ def looked_up(monkeypatch, fails, config=Config(), timeout_s=20.0):
 
     with monkeypatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", resolve)
-        patch.setattr(interfaces, "_RESOLVE_RETRY_S", 0.0)
+        patch.setattr(machine, "_RESOLVE_RETRY_S", 0.0)
         return asyncio.run(reachable(config, ("pod-0.pods", 5), timeout_s)), asked
 
 
@@ -78,13 +78,13 @@ def test_an_address_this_host_does_not_have_is_said_at_once(monkeypatch):
     ],
 )
 def test_nobody_is_told_to_dial_an_address_that_means_himself(monkeypatch, found, target, where):
-    monkeypatch.setattr(interfaces, "address_towards", lambda *target: found)
+    monkeypatch.setattr(machine, "address_towards", lambda *target: found)
     assert asyncio.run(reachable(Config(), (target, 29500), 0.0)) == where
 
 
 def test_another_network_of_the_frameworks_is_pointed_at():
     here = [("eth0", "192.168.3.4"), ("ib0", "10.1.7.9"), ("ib0", "fd00::9")]
-    said = interfaces.other_network("192.168.3.4", {"NCCL_SOCKET_IFNAME": "=ib0"}, here)
+    said = machine.other_network("192.168.3.4", {"NCCL_SOCKET_IFNAME": "=ib0"}, here)
     assert said.startswith("snapshots are mirrored over 192.168.3.4, NCCL_SOCKET_IFNAME names ib0 (10.1.7.9)")
     for environ in (
         {},
@@ -92,4 +92,4 @@ def test_another_network_of_the_frameworks_is_pointed_at():
         {"NCCL_SOCKET_IFNAME": "^docker"},
         {"NCCL_SOCKET_IFNAME": "ib"},
     ):
-        assert interfaces.other_network("192.168.3.4", environ, here) == ""
+        assert machine.other_network("192.168.3.4", environ, here) == ""
