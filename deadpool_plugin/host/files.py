@@ -33,17 +33,13 @@ def put(path: Path, content: bytes, mode: int = 0o666) -> None:
 def put_once(path: Path, content: bytes) -> None:
     """Make `path` hold `content`, unless somebody has put something there before. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".draft-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".draft-") as draft:
+        draft.write(content)
+        draft.flush()
+        os.fsync(draft.fileno())
         # link(2) is atomic, over NFS too; whether a link whose answer was lost was made is seen by reading.
         with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        os.unlink(draft)
+            os.link(draft.name, path)
 
 
 class ContactFile(msgspec.Struct, frozen=True):
@@ -62,7 +58,6 @@ def contact_file(output_dir: Path, node: NodeId) -> Path:
 
 
 def publish(output_dir: Path, hello: Hello, secret_files: tuple[str, ...], job: str) -> None:
-    """Write this node's contact. Raises: OSError."""
     path = contact_file(output_dir, hello.node)
     path.parent.mkdir(parents=True, exist_ok=True)
     put(path, msgspec.json.encode(ContactFile(hello.node, hello.host, os.getpid(), hello.control, secret_files, job)))
@@ -86,7 +81,7 @@ def published(output_dir: Path) -> list[ContactFile]:
 
 
 class SharedFolder:
-    """The witness of ties: a directory on storage that all hosts share, whose files never change. As a string its path.
+    """The witness of ties: a directory on storage that all hosts share, whose files never change.
 
     Thread: any. Every method blocks for the storage and raises OSError.
     """
@@ -104,10 +99,9 @@ class SharedFolder:
         return msgspec.msgpack.decode(path.read_bytes(), type=SwapPlan)
 
     def look(self, job: str, generation: Generation) -> SwapPlan | None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return msgspec.msgpack.decode((self._directory / f"{job}.{generation}").read_bytes(), type=SwapPlan)
-        except FileNotFoundError:
-            return None
+        return None
 
     def share(self, job: str) -> None:
         """Leave a file there for `is_shared`, made as plans are."""
