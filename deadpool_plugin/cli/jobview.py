@@ -46,10 +46,7 @@ class Follower:
         self._offsets: dict[Path, int] = {}
 
     def poll(self) -> list[events.Event]:
-        """Read the lines completed since the last call, of what recurs the last ones; in the order of time.
-
-        Blocks: as long as the file system does. Raises: OSError.
-        """
+        """Read the lines completed since the last call, of what recurs the last ones; in the order of time. Blocks."""
         found: list[events.Event] = []
         for path in sorted(self.folder.glob("events.*.jsonl")):
             with path.open("rb") as file:
@@ -244,7 +241,13 @@ class JobView:
         node.generation = max(node.generation, event.generation)
         self.generation = max(self.generation, event.generation)
         self.heard_at = max(self.heard_at, event.time)
-        self._add_line(event)
+        text = named(sentence(event), self.fate.hosts)
+        if isinstance(event, events.WorldFormed):
+            active = len(set(event.node_of))
+            text = f"{active} node(s) run {len(event.node_of)} rank(s), {len(event.spares)} node(s) stand by"
+        # Every node says that the job has ended.
+        if text and not (self.outcome and isinstance(event, (events.JobFinished, events.JobStopped))):
+            self.lines.append(Line(event.time, event.node, text))
         match event:
             case events.NodeJoined():
                 self._joined_last.append(event)
@@ -287,15 +290,6 @@ class JobView:
         self.fate.add(event)
         if isinstance(event, TELLING):
             self.exit_code, self.outcome, _ = self.fate.ended() or (0, "", ())
-
-    def _add_line(self, event: events.Event) -> None:
-        text = named(sentence(event), self.fate.hosts)
-        if isinstance(event, events.WorldFormed):
-            active = len(set(event.node_of))
-            text = f"{active} node(s) run {len(event.node_of)} rank(s), {len(event.spares)} node(s) stand by"
-        ending = isinstance(event, (events.JobFinished, events.JobStopped))
-        if text and not (ending and self.outcome):  # every node says that the job has ended
-            self.lines.append(Line(event.time, event.node, text))
 
     def _step_done(self, event: events.StepDone, node: Node) -> None:
         if event.generation < self._steps.get(event.rank, (0, NO_STEP))[0]:
@@ -361,11 +355,3 @@ class JobView:
         """Find the loss of the newest step; of the lowest rank where several have one."""
         known = [self._losses[rank] for rank in sorted(ranks) if rank in self._losses]
         return max(known, key=lambda told: told[0])[1] if known else None
-
-
-def last_job(folder: Path) -> JobView:
-    """Read all about the last job that wrote to `folder`; a view without nodes if there was none. Raises: OSError."""
-    view = JobView()
-    for event in Follower(folder).poll():
-        view.apply(event)
-    return view

@@ -26,8 +26,8 @@ from ..launch.launcher import launch
 from ..launch.running_job import Wish, find, join, stop
 from ..transport.sockets import Address
 from . import patch, watch
-from .jobview import LAST_WORD_S, SILENT_S, JobView, last_job
-from .watch import span
+from .jobview import LAST_WORD_S, SILENT_S, Follower, JobView
+from .watch import span, updates
 
 EXIT_USAGE, EXIT_PIPE = 2, 128 + signal.SIGPIPE  # as argparse and a shell have them
 
@@ -66,8 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Make the parser of all commands; the namespace it returns has `run`, which returns the exit code."""
     raw = argparse.RawDescriptionHelpFormatter
-    what = "Jobs that survive the loss of nodes."
-    known = argparse.ArgumentParser(prog="deadpool", description=what, formatter_class=raw)
+    known = argparse.ArgumentParser("deadpool", description="Jobs that survive the loss of nodes.", formatter_class=raw)
     listed = "\n".join(f"  {name:10}{line}" for name, line in COMMANDS.items())
     known.epilog = f"commands:\n{listed}\n\n`deadpool COMMAND --help` says more"
     known.add_argument("--version", action="version", version=f"deadpool_plugin {__version__}")
@@ -135,10 +134,10 @@ def _stop(args: argparse.Namespace) -> int:
 
 def _outcome(args: argparse.Namespace) -> int:
     """Conclude what became of a job from its event logs; the exit code and the line are those of `deadpool launch`."""
-    # It is for jobs of plain `deepspeed` and of Slurm, whose exit code is that of the worst host, lost ones included.
-    # A job that has not ended says so, however slow it is, and whatever it waits for. Whoever knows that it has ended,
-    # because its launcher has, says so by `--otherwise`.
-    view = last_job(args.output_dir)
+    # Plain `deepspeed` and Slurm end with the code of the worst host, lost ones included. A job that has not ended says
+    # so, however slow it is, and whatever it waits for; its launcher's end is told by `--otherwise`.
+    view = JobView()
+    next(updates(Follower(args.output_dir), view))
     if not view.nodes:
         raise ConfigError(
             f"no event log of a job in {args.output_dir}",
@@ -183,7 +182,7 @@ def _place(args: argparse.Namespace, remedy: str) -> Iterator[Wish]:
             raise
         folder, view = wish.job or load(wish.path).output_dir, JobView()
         with contextlib.suppress(OSError):
-            view = last_job(folder)
+            next(updates(Follower(folder), view))
         silent_s = time.time() - view.heard_at
         if not view.outcome or (view.fate.at_work() and silent_s < SILENT_S):
             raise

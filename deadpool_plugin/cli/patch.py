@@ -120,8 +120,7 @@ class Patch:
 
     def apply(self, *options: str) -> None:
         """Raises: ConfigError that says what does not fit, and what of the patch is in."""
-        complaint = self.complaint(*options)
-        if not complaint:
+        if not (complaint := self.complaint(*options)):
             return
         failed = re.search(r"patch failed: (.*):(\d+)", complaint)
         found = f"{failed[1]}: the hunk made for line {failed[2]} does not fit" if failed else complaint
@@ -134,9 +133,8 @@ class Patch:
 def version_of(checkout: Path) -> tuple[int, ...]:
     """Read the version that a checkout of Megatron-LM says it is. Raises: ConfigError if it is none."""
     if not (checkout / _VERSION).is_file():
-        raise ConfigError(
-            f"{checkout}: there is no {_VERSION}", "a checkout of NVIDIA/Megatron-LM", "name its top folder"
-        )
+        found = f"{checkout}: there is no {_VERSION}"
+        raise ConfigError(found, "a checkout of NVIDIA/Megatron-LM", "name its top folder")
     text = (checkout / _VERSION).read_text(encoding="utf-8")
     numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", text, re.MULTILINE))
     return tuple(int(numbers.get(name, 0)) for name in ("MAJOR", "MINOR", "PATCH"))

@@ -1,9 +1,7 @@
 """`deadpool watch OUTPUT_DIR [--once] [--json]`: what a job is doing, from the event logs in its `output_dir`.
 
 On a terminal a table that stays in place, one row per node; elsewhere one plain line per important event and now
-and then one about the steps. Ends with the job, with its exit code, or with Ctrl-C; the job notices neither.
-
-Rules of this file: drawing only, what is known is in `JobView`; no torch.
+and then one about the steps. Rules of this file: drawing only, what is known is in `JobView`; no torch.
 """
 
 from __future__ import annotations
@@ -273,10 +271,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch until the job is over, or Ctrl-C, or once. The job's exit code; 0 while it has not ended.
-
-    Raises: ConfigError if there is nothing to show once, or nothing can ever be there.
-    """
+    """Watch until the job is over, or Ctrl-C, or once; return the job's exit code, 0 while it has not ended."""
     if args.output_dir.exists() and not args.output_dir.is_dir():
         raise ConfigError(f"{args.output_dir} is a file", "the job's output_dir", "name the folder it writes to")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
