@@ -50,23 +50,19 @@ def step(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
             engine.step()
             return loss.item()
 
-    One call of it is one step: forward and backward of all micro-batches that are accumulated, and the update. After a
-    swap it is redone as a whole, from the state at its entry, and its value is returned as if nothing had happened; a
-    spare does not run it, it is told what it returned. So inside it anything goes: gradients that are edited, losses
-    computed with parameters or communication, several forwards and backwards. Outside it, the loop is as free, or as
-    bound, as it is without the decorator: evaluate and save there.
+    One call is one step: forward and backward of all accumulated micro-batches, and the update. A swap redoes it as a
+    whole, from the state at its entry; a spare does not run it, but is told its value. So anything goes inside: edited
+    gradients, losses computed with parameters or communication, several forwards and backwards. Evaluate and save
+    outside, as without the decorator. Without the plugin the function is called as it is.
 
     What must hold:
         The function is deterministic, given its arguments, the model, the optimizer, random states and data. All that
         is trained is in the engine's model, or Megatron's; gradients do not outlive the call.
-        What else it changes (counters, files, lists, tensors of the script's own) it changes again when it is redone,
-        and on a spare it never does: return such values, and keep count of them in the loop.
+        What else it changes (counters, files, lists, tensors of the script's own) changes again when it is redone, and
+        never on a spare: return such values, and keep count of them in the loop.
         Its data are its arguments, or come from loaders made `deadpool_plugin.data.resumable`; an iterator among the
-        arguments is refused. Tensors among them of up to 1 MiB are copied; larger ones, and all else, must stay as they
-        are until two steps later.
+        arguments is refused. Tensors up to 1 MiB are copied; all else must stay as it is until two steps later.
         It returns None, numbers, strings, or tensors of up to 1 MiB, in lists, tuples and dicts.
-
-    Without the plugin the function is called as it is.
 
     Raises (from the call): deadpool_plugin.errors.Unsupported for no update in it, for other values, or such arguments.
     Thread: the script's main thread.

@@ -35,10 +35,9 @@ def resumable(source: Source) -> Source:
         state after every step; it is part of the step's snapshot, must be plain data and tensors, and fit into
         `header_kib`. As in torchdata, the pass begun after `load_state_dict` goes on from there. A newcomer sets it and
         reads nothing of what training calls had read; batches that the script itself asks for it reads with the others.
-        Any other iterable is skipped and replayed: whoever takes over, or follows to be able to, reads everything from
-        the beginning, at the speed of reading: a data set may draw from generators of its own. Only a DataLoader over
-        those of Megatron-core's data sets that surely draw nothing is spared that. The iterable must give the same
-        items each time the script is run.
+        Any other iterable must give the same items each time the script is run. Whoever takes over, or follows to be
+        able to, reads all of it from the beginning, because a data set may draw from generators of its own; except a
+        DataLoader over those of Megatron-core's data sets that surely draw nothing.
 
     Raises:
         deadpool_plugin.errors.Unsupported: for what is no iterable; two passes at a time; more than 64 loaders; in the

@@ -101,10 +101,9 @@ class CheckpointLost(DeadpoolError):
 
 
 class GenerationChanged(BaseException):
-    """Raised in a worker's main thread when its generation is over; unwinds to the entry of the current call.
+    """Raised in a worker's main thread when its generation is over; unwinds to the entry of the current call."""
 
-    A BaseException, so that `except Exception` in user code cannot eat it. `generation` is the new one.
-    """
+    # No Exception, so that `except Exception` in user code cannot eat it.
 
     def __init__(self, generation: int) -> None:
         super().__init__(f"generation {generation} begins")

@@ -1,11 +1,9 @@
 """Events of a job, for people and programs: one JSON object a line in `output_dir/events.<node>.jsonl`.
 
 What recurs with every step or minute stands apart, in `events.<node>.recent0.jsonl` and `events.<node>.recent1.jsonl`,
-which keep the newest only.
-
-Rules of this file: events are frozen plain data, names in the past tense, units last; every event says when (epoch
-seconds), on which node and in which generation. Durations are measured with a monotonic clock by whoever reports
-them. May import errors and core/events.py, which has those of the protocol.
+which keep the newest only. Rules of this file: names in the past tense, units last; every event says when (epoch
+seconds), on which node and in which generation. Durations are measured with a monotonic clock by whoever reports them.
+May import errors and core/events.py, which has those of the protocol.
 """
 
 # ruff: noqa: F403, F405
@@ -51,8 +49,7 @@ class StepDone(Event, frozen=True):
 
 
 class Alive(Event, frozen=True):
-    """Every `ALIVE_S` from the node that coordinates, whatever the job does or waits for: it has not ended. After the
-    training, from every node whose scripts are still at work."""
+    """The job has not ended: every `ALIVE_S`, from the coordinator; later from every node whose scripts still work."""
 
 
 class CheckpointSaved(Event, frozen=True):
@@ -167,7 +164,6 @@ def recent_of(folder: Path, node: int) -> tuple[Path, Path]:
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.values())])  # noqa: UP007 (of a list)
-"""Decoder of one line."""
 
 
 def make(kind: str, fields: dict[str, object], *, node: int, generation: int) -> Event:
