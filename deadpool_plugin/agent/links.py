@@ -20,7 +20,7 @@ from .. import events
 from ..config import Config
 from ..core import api
 from ..core.messages import AnyMessage, Goodbye, Prepare, Verdict
-from ..core.types import Generation, Holding, NodeId, Rank, Step, listed
+from ..core.types import NodeId, listed
 from ..errors import AlreadyEnded, ConfigError, InvariantViolated, NodeTaken, PeerRefused, TransportError, present
 from ..transport import join_protocol
 from ..transport.framing import ConnectionClosed
@@ -79,7 +79,7 @@ class Links:
         node, address = self._node, self._node.host.where[1]
         control = (address, (await self.mesh.listen())[1])
         self.how_to_join = f"to add a host: deadpool join --to {control[0]}:{control[1]}"
-        bulk = (address, node.host.bulk.serve(self._mirrored, self._refused))
+        bulk = (address, node.host.bulk.serve(lambda *held: node.feed(api.SnapshotHeld(*held)), self._refused))
         return Hello(
             node.id, node.host.name, control, bulk, node.place.local_size, versions(), node.config.digest(),
             os.urandom(8).hex(), node.job.launch,
@@ -191,9 +191,6 @@ class Links:
 
     def _still_silent(self, node: NodeId, reason: str) -> None:
         self._node.feed(api.LinkLost(node, reason, silent=True, still=True))
-
-    def _mirrored(self, rank: Rank, step: Step, generation: Generation, holding: Holding) -> None:
-        self._node.feed(api.SnapshotHeld(holding, generation))
 
     def _refused(self, error: PeerRefused) -> None:
         self._node.reports.emit(events.PeerRefused(address=error.address, reason=str(error)))

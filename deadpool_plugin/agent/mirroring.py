@@ -21,9 +21,9 @@ from ..core.placement import buddies_of, held_by, needs_payload
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Source, Step, World
 from ..errors import EXIT_CONFIG, ConfigError, DeadpoolError, StaleGeneration, TransportError
 from ..mirror.arena import SlotPair, arena_bytes
-from ..mirror.peer import SnapshotPush, TransferFailed
 from ..mirror.records import NotHeld
 from ..mirror.store import CorruptSnapshot
+from ..mirror.transfers import SnapshotPush, TransferFailed
 from ..mirror.wire import InAnotherGeneration, RefusedByPeer
 from ..transport.tasks import Tasks, begin, loop_time
 from ..transport.unix import LocalPeer

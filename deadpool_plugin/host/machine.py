@@ -21,16 +21,14 @@ import psutil
 
 from ..config import Config
 from ..core.local import AnyLocalMessage
-from ..core.types import Generation, Holding, NodeId, Rank, Source, Step
-from ..errors import ConfigError, PeerRefused, TransportError
-from ..mirror.arena import SlotPair
-from ..mirror.peer import BulkPeer, SnapshotPush
-from ..mirror.server import BulkServer
+from ..core.types import NodeId
+from ..errors import ConfigError, TransportError
 from ..mirror.store import SnapshotStore
+from ..mirror.transfers import BulkTransfers
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
-from ..transport.sockets import Address, Port, address_towards, allow_many_files
-from ..transport.tasks import loop_time, soon
+from ..transport.sockets import Address, address_towards, allow_many_files
+from ..transport.tasks import loop_time
 from ..transport.unix import LocalPeer, LocalServer
 from . import files, proc
 from .files import SharedFolder
@@ -42,7 +40,6 @@ Found = list[tuple[str, str]]
 """Interfaces and their addresses."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _RESOLVE_RETRY_S = 0.5
-_BULK_THREADS = 16
 _log = logging.getLogger(__name__)
 
 
@@ -119,90 +116,6 @@ def addresses_here() -> Found:
     found = [(its.family, name, its.address) for name, all_its in psutil.net_if_addrs().items() for its in all_its]
     of_ip = sorted((one for one in found if one[0] in (socket.AF_INET, socket.AF_INET6)), key=lambda one: one[0])
     return [(name, address) for _, name, address in of_ip if "%" not in address]
-
-
-class BulkTransfers:
-    """Transfers between the stores of this node and of others, over connections that are made when they are needed.
-
-    What waits for another node raises TransportError if it does not answer, RefusedByPeer if it says no; nothing is
-    tried again.
-    """
-
-    def __init__(
-        self, node: NodeId, credentials: Credentials, store: SnapshotStore, bind_host: str, config: Config
-    ) -> None:
-        self._node, self._credentials, self._store = node, credentials, store
-        self._bind, self._silent_after_s = (bind_host, config.port_range), config.patience_s
-        self._threads = ThreadPoolExecutor(_BULK_THREADS, thread_name_prefix="deadpool-ask")
-        self._addresses: dict[NodeId, Address] = {}
-        self._peers: dict[NodeId, BulkPeer] = {}
-        self._server: BulkServer | None = None
-
-    def serve(
-        self, on_mirrored: Callable[[Rank, Step, Generation, Holding], None], on_refused: Callable[[PeerRefused], None]
-    ) -> Port:
-        """Let other nodes mirror and ask here; return the port. Raises: ConfigError.
-
-        `on_mirrored` is called for each snapshot that has arrived whole, before its sender is told.
-        """
-        loop = asyncio.get_running_loop()
-        self._server = BulkServer(
-            self._store, self._credentials, *self._bind,
-            lambda *mirrored: soon(loop, on_mirrored, *mirrored), self._node, self._silent_after_s, on_refused,
-        )  # fmt: skip
-        return self._server.address[1]
-
-    def know(self, node: NodeId, address: Address) -> None:
-        """Use `address` for `node`, this one included: its own server answers."""
-        self._addresses[node] = address
-
-    def _to(self, node: NodeId) -> BulkPeer:
-        if node not in self._peers:
-            self._peers[node] = BulkPeer(
-                self._addresses[node], self._credentials, self._store, self._node, self._silent_after_s
-            )
-        return self._peers[node]
-
-    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
-
-    async def push(self, node: NodeId, push: SnapshotPush) -> None:
-        """Mirror an own snapshot at `node`, which has sealed it on return. Pushes to one node go in their order.
-
-        Raises: InAnotherGeneration, NotHeld, CorruptSnapshot, TransferFailed.
-        """
-        await asyncio.wrap_future(self._to(node).push(push))
-
-    async def push_recording(self, node: NodeId, rank: Rank, generation: Generation, recording: bytes) -> None:
-        """Have `node` hold the recording of the rank's start-up collectives."""
-        await asyncio.wrap_future(self._to(node).push_recording(rank, generation, recording))
-
-    async def get_recording(self, node: NodeId, rank: Rank) -> bytes:
-        return await self._in_thread(self._to(node).get_recording, rank)
-
-    async def get_history(self, node: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
-        """Ask `node` for the call records of first..last."""
-        return await self._in_thread(self._to(node).get_history, rank, first, last)
-
-    async def fetch(self, source: Source, step: Step, into: SlotPair, generation: Generation) -> None:
-        """Make `into` hold snapshot (source.rank, step) from the nodes that `source` names, even if it is cancelled.
-
-        Raises: StaleGeneration once `generation` is over; the slot is then invalid, or as it was.
-        """
-        header_peer, payload_peer = self._to(source.header_node), self._to(source.payload_node)
-        await self._in_thread(header_peer.fetch, source.rank, step, source.payload_rank, into, payload_peer, generation)
-
-    async def forget(self, nodes: tuple[NodeId, ...]) -> None:
-        """End everything that still waits for `nodes`, which are lost."""
-        gone = [self._peers.pop(node) for node in nodes if node in self._peers]
-        await asyncio.gather(*(self._in_thread(peer.close) for peer in gone))
-
-    async def close(self) -> None:
-        """End the server and every connection; threads that do not end are left behind."""
-        if self._server is not None:
-            await self._server.close()
-        await self.forget(tuple(self._peers))
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Machine:

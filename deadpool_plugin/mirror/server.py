@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import xxhash
 
-from ..core.types import Generation, Holding, NodeId, Rank, Step
+from ..core.types import Generation, Holding, NodeId
 from ..errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from ..transport.framing import ConnectionClosed
 from ..transport.handshake import Credentials, Listener
@@ -28,7 +28,6 @@ from .records import NotHeld
 from .store import CorruptSnapshot, NotEntered, SnapshotStore
 from .wire import BulkStream
 
-OnMirrored = Callable[[Rank, Step, Generation, Holding], None]
 _JOIN_S = 5.0
 BROKEN_TOLD_MAX = 32
 """Connections that broke the protocol that are told of."""
@@ -39,8 +38,7 @@ class BulkServer:
     """Serves a store to other nodes from its construction to `close`. Thread: the event loop's.
 
     Args:
-        on_mirrored: (rank, step, generation, holding) after a push is verified and sealed, before its sender knows.
-            Thread: a bulk thread's.
+        on_mirrored: called after a push is verified and sealed, before its sender knows. Thread: a bulk thread's.
         on_refused: gets each refused peer, once per host.
         silent_after_s: patience with a peer within an exchange.
     """
@@ -51,7 +49,7 @@ class BulkServer:
         credentials: Credentials,
         bind_host: str,
         port_range: tuple[int, int] | None,
-        on_mirrored: OnMirrored,
+        on_mirrored: Callable[[Holding, Generation], None],
         node: NodeId = 0,
         silent_after_s: float = 10.0,
         on_refused: Callable[[PeerRefused], None] = _log.warning,
@@ -107,11 +105,11 @@ class BulkServer:
                     store.put_recording(request.rank, request.recording, request.generation)
                     stream.send(wire.Done())
                 case wire.GetRecording():
-                    stream.send(wire.Blob(store.recording(request.rank)))
+                    stream.send_records([store.recording(request.rank)])
                 case wire.GetHistory():
                     stream.send_records(store.history(request.rank).get(request.first, request.last))
                 case wire.GetHeader():
-                    stream.send(wire.Blob(store.readable(request.rank, request.step, payload=False).encoded))
+                    stream.send_records([store.readable(request.rank, request.step, payload=False).encoded])
                 case wire.GetPayload():
                     self._send_payload(stream, request)
         except ConnectionClosed:
@@ -142,7 +140,7 @@ class BulkServer:
                 held = self._receive_snapshot(stream, push)
                 if held is None:
                     return
-        self._on_mirrored(rank, step, push.generation, held)
+        self._on_mirrored(held, push.generation)
         stream.send(wire.Done())
 
     def _receive_snapshot(self, stream: BulkStream, push: wire.Push) -> Holding | None:

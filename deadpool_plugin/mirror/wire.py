@@ -65,7 +65,7 @@ class PushRecording(BulkMessage, frozen=True):
 
 
 class GetRecording(BulkMessage, frozen=True):
-    """Answered by a Blob."""
+    """Answered by Records, the recording being the only one."""
 
     rank: Rank
 
@@ -79,7 +79,7 @@ class GetHistory(BulkMessage, frozen=True):
 
 
 class GetHeader(BulkMessage, frozen=True):
-    """Answered by a Blob."""
+    """Answered by Records, the encoded header being the only one."""
 
     rank: Rank
     step: Step
@@ -124,19 +124,15 @@ class Sealed(BulkMessage, frozen=True):
     sums: Sums = ()
 
 
-class Blob(BulkMessage, frozen=True):
-    content: bytes
-
-
 class Records(BulkMessage, frozen=True):
-    """Call records. `more`: others follow."""
+    """Call records, or what else is asked for. `more`: others follow."""
 
     records: list[bytes]
     more: bool
 
 
 AnyRequest = Push | PushRecording | GetRecording | GetHistory | GetHeader | GetPayload
-AnyReply = Ready | Wait | Done | Refusal | Sealed | Blob | Records
+AnyReply = Ready | Wait | Done | Refusal | Sealed | Records
 
 
 class RefusedByPeer(TransportError):

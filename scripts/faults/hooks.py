@@ -85,9 +85,9 @@ class Halfway(list):  # type: ignore[type-arg]
 def hook_agent(injector: Injector) -> None:
     """Install in an agent's process, before it begins."""
     from deadpool_plugin.agent.reports import Reports
-    from deadpool_plugin.mirror.peer import BulkPeer
+    from deadpool_plugin.mirror.transfers import BulkTransfers
 
-    around(BulkPeer, "_records", lambda self, job, last: push_under_way(injector, job))
+    around(BulkTransfers, "_records", lambda self, job, last: push_under_way(injector, job))
     around(Reports, "emit", lambda self, kind, **_: injector.strike_if_due(f"on:{kind}", 0, -1, os.getpid()))
 
 

@@ -1,4 +1,4 @@
-"""The contract of `BulkTransfers` (host/machine.py), of its body there over real connections and of the simulator's.
+"""The contract of `BulkTransfers`: of its body in mirror/transfers.py over real connections, and of the simulator's.
 
 Rules of this file: one store and one body a node, and nothing of the agent; what is asserted of one body is of both.
 """
@@ -19,17 +19,16 @@ from support.stores import free
 from deadpool_plugin.config import Config
 from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Source, Step
 from deadpool_plugin.errors import StaleGeneration, TransportError
-from deadpool_plugin.host.machine import BulkTransfers
-from deadpool_plugin.mirror.peer import SnapshotPush
 from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import CorruptSnapshot, SnapshotStore
+from deadpool_plugin.mirror.transfers import BulkTransfers, SnapshotPush
 from deadpool_plugin.mirror.wire import InAnotherGeneration, RefusedByPeer
 from deadpool_plugin.transport.handshake import Credentials
 
 NODES = 3
 PATIENCE_S = 2.0
 HEADER_BYTES, PAYLOAD_BYTES = 4096, 64
-Heard = tuple[Rank, Step, Generation, Holding]
+Heard = tuple[Holding, Generation]
 
 
 class Bodies:
@@ -145,7 +144,7 @@ def test_what_was_pushed_is_sealed_told_and_can_be_fetched(run):
         bodies.stage(0, 0, 3)
         await bodies.push(0, 1, 0, 3)
         holding = Holding(0, 3, True, (0,))
-        assert bodies.stores[1].holdings() == (holding,) and bodies.heard[1] == [(0, 3, 0, holding)]
+        assert bodies.stores[1].holdings() == (holding,) and bodies.heard[1] == [(holding, 0)]
         assert await bodies.fetch(2, 0, 3, where=1) == content(0, 3)
         assert bodies.heard[0] == bodies.heard[2] == []
 
@@ -212,7 +211,7 @@ def test_a_generation_that_the_other_node_has_not_entered_is_waited_for_and_then
         assert not pushing.done()
         bodies.stores[1].enter(1)
         await pushing
-        assert bodies.heard[1] == [(0, 3, 1, Holding(0, 3, True, (0,)))]
+        assert bodies.heard[1] == [(Holding(0, 3, True, (0,)), 1)]
 
     run(work)
 
@@ -280,7 +279,7 @@ def test_pushes_to_one_node_go_in_their_order(run):
         pushes = [loop.create_task(bodies.push(0, 1, rank, step)) for rank, step in ((0, 3), (1, 3), (0, 4))]
         for one in pushes:
             await one
-        assert [heard[:2] for heard in bodies.heard[1]] == [(0, 3), (1, 3), (0, 4)]
+        assert [(held.rank, held.step) for held, _ in bodies.heard[1]] == [(0, 3), (1, 3), (0, 4)]
 
     run(work)
 

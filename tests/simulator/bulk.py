@@ -1,4 +1,4 @@
-"""Bulk transfers between simulated hosts: the contract of host/machine.py, mirror/peer.py and server.py.
+"""Bulk transfers between simulated hosts: the contract of mirror/transfers.py and server.py.
 
 Rules of this file: pushes to one node go one after the other; questions do not queue behind them. A connection that
 carries nothing for the job's patience fails, as does one whose bytes fail their checksum; one to a node whose processes
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Source, Step
 from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from deadpool_plugin.mirror.arena import SlotPair, Snapshot
-from deadpool_plugin.mirror.peer import SnapshotPush
 from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import CorruptSnapshot, NotEntered
+from deadpool_plugin.mirror.transfers import SnapshotPush
 from deadpool_plugin.mirror.wire import InAnotherGeneration, RefusedByPeer, frame_sums
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.sockets import Address, Port
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RETRY_S = 0.2
 ENTRY_S = 0.01
-Mirrored = Callable[[Rank, Step, Generation, Holding], None]
+Mirrored = Callable[[Holding, Generation], None]
 
 
 class OwnFault(TransportError):
@@ -131,7 +131,7 @@ class Bulk:
                 if store.writers.get(rank) is mine:
                     del store.writers[rank]
         assert target.machine.bulk._mirrored is not None
-        target.loop.call_soon(target.machine.bulk._mirrored, rank, step, generation, held)
+        target.loop.call_soon(target.machine.bulk._mirrored, held, generation)
 
     async def _await_entry(self, target: Node, generation: Generation) -> None:
         """Until others may mirror there in `generation`, for a while. Raises: NotEntered, StaleGeneration."""
@@ -168,7 +168,7 @@ class Bulk:
         return holding
 
     def _records(self, rank: Rank, step: Step, known: Step, records: bytes) -> list[bytes]:
-        """As BulkPeer: records that end at `step` and close the other node's gap, as far back as they are held."""
+        """As BulkTransfers: records that end at `step` and close the other node's gap, as far back as they are held."""
         history = self._store.history(rank)
         if not 0 <= history.first < step <= history.last + 1:
             return [records]

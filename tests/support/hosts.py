@@ -11,9 +11,10 @@ from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.world import Job, Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import api
-from deadpool_plugin.host.machine import BulkTransfers, Machine
+from deadpool_plugin.host.machine import Machine
 from deadpool_plugin.host.proc import Processes
 from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.mirror.transfers import BulkTransfers
 from deadpool_plugin.transport.handshake import Credentials
 from support.stand_in import StandIn, stand_in
 

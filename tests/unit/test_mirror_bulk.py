@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,14 +17,15 @@ from support import present
 from support.handshakes import shake
 from support.stores import ends, free
 
+from deadpool_plugin.config import Config
 from deadpool_plugin.core import local, messages
-from deadpool_plugin.core.types import Holding
+from deadpool_plugin.core.types import Holding, Source
 from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
-from deadpool_plugin.mirror import peer as peer_module, wire
+from deadpool_plugin.mirror import transfers, wire
 from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader, decode_header
-from deadpool_plugin.mirror.peer import BulkPeer, SnapshotPush
 from deadpool_plugin.mirror.server import BulkServer
 from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.mirror.transfers import BulkTransfers, SnapshotPush
 from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream, InAnotherGeneration, RefusedByPeer, Sums
 from deadpool_plugin.transport import handshake, join_protocol, rendezvous
 from deadpool_plugin.transport.framing import ConnectionClosed
@@ -41,22 +43,64 @@ WAIT_S = 20.0
 T = TypeVar("T")
 
 
+class Peer:
+    """Another node for the test's thread, as a node's transfers have it."""
+
+    def __init__(self, node: "Node", address: tuple[str, int], credentials: Credentials, silent_after_s: float) -> None:
+        self._node, self.address = node, address
+        config = Config().model_copy(update={"patience_s": silent_after_s})
+        self.transfers = BulkTransfers(0, credentials, node.store, "127.0.0.1", config)
+        self.transfers.know(1, address)
+
+    @property
+    def streams(self) -> set[BulkStream]:
+        return set(self.transfers._peers[1].streams)
+
+    def push(self, push: SnapshotPush) -> Future[None]:
+        return self._node.begin(self.transfers.push(1, push))
+
+    def push_recording(self, rank: int, generation: int, recording: bytes) -> Future[None]:
+        return self._node.begin(self.transfers.push_recording(1, rank, generation, recording))
+
+    def get_recording(self, rank: int) -> bytes:
+        return self._node.on_loop(self.transfers.get_recording(1, rank))
+
+    def get_history(self, rank: int, first: int, last: int) -> list[bytes]:
+        return self._node.on_loop(self.transfers.get_history(1, rank, first, last))
+
+    def fetch(
+        self, rank: int, step: int, payload_rank: int, into: SlotPair, payload_peer: "Peer", generation: int
+    ) -> SnapshotHeader:
+        self.transfers.know(2, payload_peer.address)
+        self._node.on_loop(self.transfers.fetch(Source(rank, 1, 2, payload_rank), step, into, generation))
+        return present(into.open(step))
+
+    def forget(self) -> None:
+        self._node.on_loop(self.transfers.forget((1, 2)))
+
+    def close(self) -> None:
+        self._node.on_loop(self.transfers.close())
+
+
 class Node:
     """One node's store and bulk server, and peers to other nodes."""
 
     def __init__(self, port_range: tuple[int, int] | None = None) -> None:
         self.store = SnapshotStore()
-        self.mirrored: queue.Queue[tuple[int, int, int, Holding]] = queue.Queue()
+        self.mirrored: queue.Queue[tuple[Holding, int]] = queue.Queue()
         self.refused: queue.Queue[PeerRefused] = queue.Queue()
-        self.peers: list[BulkPeer] = []
+        self.peers: list[Peer] = []
         self.credentials = SECRET.of("")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self.serve(port_range)
 
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
+        return self.begin(work).result(WAIT_S)
 
     def serve(self, port_range: tuple[int, int] | None = None) -> None:
         async def begin() -> BulkServer:
@@ -81,13 +125,13 @@ class Node:
         self.store.history(rank).append(step, b"records %d" % step)
         return pair
 
-    def peer(self, other: "Node", credentials: Credentials = SECRET, silent_after_s: float = WAIT_S) -> BulkPeer:
+    def peer(self, other: "Node", credentials: Credentials = SECRET, silent_after_s: float = WAIT_S) -> Peer:
         return self.peer_at(other.server.address, credentials, silent_after_s)
 
     def peer_at(
         self, address: tuple[str, int], credentials: Credentials = SECRET, silent_after_s: float = WAIT_S
-    ) -> BulkPeer:
-        self.peers.append(BulkPeer(address, credentials, self.store, silent_after_s=silent_after_s))
+    ) -> Peer:
+        self.peers.append(Peer(self, address, credentials, silent_after_s))
         return self.peers[-1]
 
     def close(self) -> None:
@@ -105,7 +149,7 @@ def content(rank: int, step: int) -> bytes:
     return bytes([rank + 1, step]) * (PAYLOAD // 2) + b"\0" * (PAYLOAD % 2)
 
 
-def push(peer: BulkPeer, rank: int, step: int, generation: int = 0, payload: bool = True) -> tuple[bool, str]:
+def push(peer: Peer, rank: int, step: int, generation: int = 0, payload: bool = True) -> tuple[bool, str]:
     replicas = (rank,) if payload else (rank, rank + 1)
     snapshot = SnapshotPush(rank, step, generation, payload, replicas, "layout", b"records %d" % step)
     try:
@@ -115,7 +159,7 @@ def push(peer: BulkPeer, rank: int, step: int, generation: int = 0, payload: boo
     return True, ""
 
 
-def fetch(peer: BulkPeer, step: int, into: SlotPair) -> SnapshotHeader:
+def fetch(peer: Peer, step: int, into: SlotPair) -> SnapshotHeader:
     """All of rank 0's snapshot from one node."""
     return peer.fetch(0, step, 0, into, peer, generation=0)
 
@@ -171,7 +215,7 @@ def test_a_push_is_verified_sealed_told_and_acknowledged(nodes: list[Node]) -> N
     pair, peer = a.stage(0, 3), a.peer(b)
     assert push(peer, 0, 3) == (True, "")
     holding = Holding(0, 3, True, (0,))
-    assert b.mirrored.get_nowait() == (0, 3, 0, holding)
+    assert b.mirrored.get_nowait() == (holding, 0)
     mirror = b.store._mirrored.get(0)
     assert mirror is not None and mirror.payload(3) == content(0, 3) and mirror.open(3) == pair.open(3)
     assert b.store.holdings() == (holding,)
@@ -332,7 +376,7 @@ def test_what_is_mirrored_already_is_not_sent_again(nodes: list[Node], monkeypat
         node.store.enter(1)
     monkeypatch.setattr(BulkStream, "send_payload", lambda *arguments: pytest.fail("sent again"))
     assert push(peer, 0, 3, generation=1) == (True, "")
-    assert [b.mirrored.get_nowait()[2] for _ in range(2)] == [0, 1]
+    assert [b.mirrored.get_nowait()[1] for _ in range(2)] == [0, 1]
 
 
 def test_missing_history_goes_along(nodes: list[Node]) -> None:
@@ -412,7 +456,7 @@ def test_a_fetch_whose_generation_is_over_writes_nothing(nodes: list[Node], monk
         return decode_header(encoded, rank, step)
 
     with monkeypatch.context() as patched:
-        patched.setattr(peer_module, "decode_header", fenced_meanwhile)
+        patched.setattr(transfers, "decode_header", fenced_meanwhile)
         with pytest.raises(StaleGeneration):
             fetch(from_b, 3, into)
     assert into.payload(3) == content(0, 5) and into.open(3) is not None
@@ -468,8 +512,8 @@ def test_a_snapshot_that_goes_away_while_it_is_sent_is_not_used(
         patched.setattr(BulkStream, "send_records", release)
         ok, reason = push(peer, 0, 3)
     assert not ok and "overwritten while it was read" in reason
-    streams = set(peer._streams)
-    assert push(peer, 1, 3)[0] and peer._streams == streams, "the connection is as good as before"
+    streams = peer.streams
+    assert push(peer, 1, 3)[0] and peer.streams == streams, "the connection is as good as before"
     assert b.store.holdings() == (Holding(1, 3, True, (1,)),)
 
 
@@ -545,35 +589,54 @@ def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
     assert not ok and "no bulk connection" in reason
     with pytest.raises(TransportError, match="no bulk connection"):
         a.peers[-1].get_recording(0)
-    peer = a.peer(b)
-    peer.close()
-    assert push(peer, 0, 3) == (False, f"the connection to {b.server.address} is closed")
 
 
-def test_a_peer_that_is_closed_gives_up_a_host_that_does_not_answer() -> None:
-    patience_s = 50 * WAIT_S
+def test_a_lost_host_that_does_not_answer_is_given_up(nodes: list[Node]) -> None:
     with contextlib.closing(listen_tcp("127.0.0.1")) as silent:
-        peer = BulkPeer(bound_address(silent), SECRET.of(""), SnapshotStore(), silent_after_s=patience_s)
+        peer = nodes[0].peer_at(bound_address(silent), silent_after_s=50 * WAIT_S)
         pushed = peer.push_recording(0, 0, b"recording")
         silent.settimeout(WAIT_S)
         connection, _ = silent.accept()
         with connection:
-            peer.close()
+            peer.forget()
             with pytest.raises(ConnectionClosed):
                 pushed.result(WAIT_S)
 
 
-def test_a_peer_with_a_full_queue_is_closed_and_every_push_is_answered(nodes: list[Node]) -> None:
-    """The sender waits in a handshake that nobody answers, and nothing more fits in its queue."""
+def test_a_host_for_which_many_pushes_wait_is_lost_and_every_push_is_answered(nodes: list[Node]) -> None:
+    """The first one waits in a handshake that nobody answers, and no more may wait for it."""
     with listen_tcp("127.0.0.1") as silent:
-        peer = nodes[0].peer_at(bound_address(silent), silent_after_s=3.0)
+        peer = nodes[0].peer_at(bound_address(silent), silent_after_s=50 * WAIT_S)
         pushes = [peer.push_recording(0, 0, b"")]
         with silent.accept()[0]:
-            pushes += [peer.push_recording(0, 0, b"") for _ in range(peer_module.QUEUE_MAX - 1)]
-            with pytest.raises(TransportError, match=f"{peer_module.QUEUE_MAX} transfers to .* wait already"):
-                peer.push_recording(0, 0, b"")
-            peer.close()
-            assert all(push.exception(WAIT_S) is not None for push in pushes)
+            pushes += [peer.push_recording(0, 0, b"") for _ in range(transfers.QUEUE_MAX - 1)]
+            with pytest.raises(TransportError, match=f"{transfers.QUEUE_MAX} transfers to .* wait already"):
+                peer.push_recording(0, 0, b"").result(WAIT_S)
+            peer.forget()
+            assert all(isinstance(push.exception(WAIT_S), ConnectionClosed) for push in pushes)
+
+
+def test_a_transfer_goes_on_if_its_caller_is_cancelled_and_the_next_one_waits_for_it(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a connection."""
+    a, b, _ = nodes
+    for rank in (0, 1):
+        a.stage(rank, 3)
+    peer, original, busy, go_on = a.peer(b), BulkStream.send_records, threading.Event(), threading.Event()
+
+    def slowly(self: BulkStream, records: list[bytes]) -> None:
+        busy.set()
+        assert go_on.wait(WAIT_S)
+        original(self, records)
+
+    monkeypatch.setattr(BulkStream, "send_records", slowly)
+    first = peer.push(SnapshotPush(0, 3, 0, True, (0,), "layout", b""))
+    assert busy.wait(WAIT_S) and first.cancel()
+    second = peer.push(SnapshotPush(1, 3, 0, True, (1,), "layout", b""))
+    go_on.set()
+    second.result(WAIT_S)
+    assert [held.rank for held in b.store.holdings()] == [0, 1] and len(peer.streams) == 1
 
 
 def test_a_server_that_came_back_is_found_again(nodes: list[Node]) -> None:
@@ -591,19 +654,23 @@ def test_a_server_that_came_back_is_found_again(nodes: list[Node]) -> None:
 
 def test_the_queue_is_bounded(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, _ = nodes
-    monkeypatch.setattr(peer_module, "QUEUE_MAX", 1)
-    busy, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(transfers, "QUEUE_MAX", 1)
+    peer, original, busy, go_on = a.peer(b), BulkStream.expect, threading.Event(), threading.Event()
 
-    def block(_: object) -> None:
+    def slowly(self: BulkStream, *kinds: type[T]) -> T:
         busy.set()
-        go_on.wait(WAIT_S)
+        assert go_on.wait(WAIT_S)
+        return original(self, *kinds)
 
-    peer = a.peer(b)
-    peer.push_recording(0, 0, b"").add_done_callback(block)
-    assert busy.wait(WAIT_S)
-    peer.push_recording(1, 0, b"")
-    assert push(peer, 0, 3) == (False, f"1 transfers to {b.server.address} wait already")
-    go_on.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(BulkStream, "expect", slowly)
+        first = peer.push_recording(0, 0, b"")
+        assert busy.wait(WAIT_S)
+        assert push(peer, 0, 3) == (False, f"1 transfers to {b.server.address} wait already")
+        go_on.set()
+        first.result(WAIT_S)
+    a.stage(0, 3)
+    assert push(peer, 0, 3) == (True, "")
 
 
 def test_a_transfer_that_fails_by_a_bug_is_answered_and_the_next_one_goes_on(
@@ -613,7 +680,7 @@ def test_a_transfer_that_fails_by_a_bug_is_answered_and_the_next_one_goes_on(
     peer = a.peer(b)
     a.stage(0, 3)
     with monkeypatch.context() as patch:
-        patch.setattr(BulkPeer, "_records", lambda *arguments: 1 // 0)
+        patch.setattr(BulkTransfers, "_records", lambda *arguments: 1 // 0)
         done, reason = push(peer, 0, 3)
     assert not done and "ZeroDivisionError" in reason
     assert push(peer, 0, 3) == (True, "")

@@ -13,9 +13,9 @@ from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import DeadpoolError, TransportError
-from deadpool_plugin.mirror.peer import TransferFailed
 from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import CorruptSnapshot
+from deadpool_plugin.mirror.transfers import TransferFailed
 from deadpool_plugin.mirror.wire import InAnotherGeneration
 
 PROFILE = local.RankReady(0, header_bytes=0, payload_bytes=0, layout_hash="", replicas=(), recording=b"")
