@@ -32,13 +32,10 @@ from ..transport.tasks import loop_time
 from .node import LocalNode
 
 PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
-STARTS_APART = 6
-"""Hosts wait for each other for this part of `start_timeout_s`, if that is longer than `decision_timeout_s`."""
+STARTS_APART = 6  # the part of `start_timeout_s` for which hosts wait for each other
 _JOIN_RETRY_S = 0.2
-ATTEMPT_S = 1.0
-"""The least time that each node has to answer a host that joins."""
-_ARRIVAL_S = 10.0
-"""A newcomer that has not spoken by then keeps the next one waiting no longer."""
+ATTEMPT_S = 1.0  # in which each node at least has to answer a host that joins
+_ARRIVAL_S = 10.0  # a newcomer that has not spoken by then keeps the next one waiting no longer
 
 
 def meeting_s(config: Config) -> float:
@@ -62,13 +59,10 @@ class Links:
     def __init__(self, node: LocalNode) -> None:
         self._node = node
         self._hellos: dict[NodeId, Hello] = {}
-        self._largest = node.id
+        self._largest, self._arriving_since = node.id, 0.0
         self._arriving: NodeId | None = None
-        self._arriving_since = 0.0
-        self.missed: set[NodeId] = set()
-        """Nodes taken for lost while no plan says so yet: a newcomer is not to wait for a member that hangs."""
-        self._verdict: Verdict | None = None
-        """How the job has ended, if a member that has left said so."""
+        self.missed: set[NodeId] = set()  # taken for lost before a plan says so: a newcomer is not to wait for them
+        self._verdict: Verdict | None = None  # how the job has ended, if a member that has left said so
         self.mesh = ControlMesh(
             node.id, node.credentials, node.host.where[0], node.config.port_range, self.received, self._link_lost,
             node.config.patience_s, self._refused, self.answer, self._still_silent,
@@ -122,11 +116,7 @@ class Links:
         )
 
     async def _ask(self, known: Sequence[Address], attempt_s: float) -> JobDescription | None:
-        """Return the first answer, None if there may be one later.
-
-        Raises: PeerRefused if some refuse and none answers: another job may have the port of a member that is gone.
-        AlreadyEnded if none answers and one has said so before it left, or if only other newcomers listen any more.
-        """
+        """Return the first answer, None if there may be one later. Raises: PeerRefused, AlreadyEnded."""
         refused: PeerRefused | None = None
         gone = arriving = 0
         for address in known:
@@ -143,7 +133,7 @@ class Links:
             arriving += isinstance(answer, Busy) and answer.arrives  # this host itself, for one
         if (verdict := self._verdict) is not None:  # of a part cut off, if another member answers
             raise _over(verdict.reason, verdict.exit_code)
-        if refused is not None:
+        if refused is not None:  # by another job, it may be, which has the port of a member that is gone
             raise refused
         # An agent listens until it leaves the job, and nobody else can tell this host of members that came later.
         if gone and gone + arriving == len(known):
@@ -189,9 +179,6 @@ class Links:
         self.gone(node)
         self._node.feed(api.LinkLost(node, reason, silent=node in self.mesh.silent))
 
-    def _still_silent(self, node: NodeId, reason: str) -> None:
-        self._node.feed(api.LinkLost(node, reason, silent=True, still=True))
-
     def _refused(self, error: PeerRefused) -> None:
         self._node.reports.emit(events.PeerRefused(address=error.address, reason=str(error)))
 
@@ -207,7 +194,6 @@ class Links:
         self._largest = max(self._largest, hello.node)
 
     def gone(self, node: NodeId) -> None:
-        """Forget `node`, which is lost, or has left, or whose link is lost."""
         self._hellos.pop(node, None)
         self._seen(node)
 
@@ -246,15 +232,14 @@ class Links:
         if hello.node in self._hellos:
             return NotAdmitted(f"node {hello.node} is {self._hellos[hello.node].host} already")
         ours = self._hellos[self._node.id]
-        if (hello.versions, hello.config_digest, hello.local_size) != (
-            ours.versions, ours.config_digest, ours.local_size
-        ):  # fmt: skip
+        theirs, mine = ((one.versions, one.config_digest, one.local_size) for one in (hello, ours))
+        if theirs != mine:
             reason = f"{hello.host} has other versions, slots or another configuration than {ours.host}"
             return NotAdmitted(reason, for_good=True)
-        others = self.hellos
+        admitted = Admitted(self.hellos)
         self._arriving, self._arriving_since = hello.node, loop_time()
         self.know(hello)
-        return Admitted(others)
+        return admitted
 
 
 def _over(how: str, exit_code: int = 1) -> AlreadyEnded:

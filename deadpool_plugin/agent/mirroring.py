@@ -34,8 +34,7 @@ T = TypeVar("T")
 PUSH_RETRY_S = 0.1
 FETCH_RETRY_S = 0.2
 HISTORY_WARN_AT = 0.8
-HISTORY_LOOK_STEPS = 64
-"""Steps between two looks at the memory that call records take."""
+HISTORY_LOOK_STEPS = 64  # between two looks at the memory that call records take
 
 
 class Mirroring:
@@ -72,18 +71,14 @@ class Mirroring:
     async def prepare(self, slot: Slot, peer: LocalPeer, profile: local.RankReady) -> None:
         """Make the arena of a rank that has reached its first call, and hand it over."""
         rank, node, store, generation = profile.rank, self._node, self._store, self._store.generation
+        shape, in_time = (rank, profile.header_bytes, profile.payload_bytes), lambda: store.check_generation(generation)
         try:
             self.check_memory(profile, node.id)
-            pair = await node.host.in_thread(
-                lambda: store.create_own(
-                    rank, profile.header_bytes, profile.payload_bytes, lambda: store.check_generation(generation)
-                )
-            )
+            pair = await node.host.in_thread(lambda: store.create_own(*shape, in_time))
         except StaleGeneration:  # its process has gone, or will; the next one's slots have that memory
             return
         except ConfigError as error:
-            node.feed(api.StopRequested(f"node {node.id}: {error}", EXIT_CONFIG))
-            return
+            return node.feed(api.StopRequested(f"node {node.id}: {error}", EXIT_CONFIG))
         if slot.running is None or slot.running.peer is not peer:
             if store.own(rank) is pair:  # its process has gone meanwhile
                 store.release(rank)
@@ -91,7 +86,7 @@ class Mirroring:
         slot.running.in_training = True
         self.adopt(profile)
         self._push_recording(rank)
-        peer.send(local.ArenaHandOver(rank, pair.header_bytes, pair.payload_bytes), [pair.fd])
+        peer.send(local.ArenaHandOver(*shape), [pair.fd])
         node.feed(api.WorkerReady(rank))
 
     def adopt(self, profile: local.RankReady) -> None:
@@ -99,11 +94,7 @@ class Mirroring:
         self._store.recordings[profile.rank] = msgspec.msgpack.encode(profile)
 
     def check_memory(self, profile: local.RankReady, node: NodeId) -> None:
-        """Check the memory for what `node` runs and mirrors, as if all ranks were like this one.
-
-        Args: node: this one, before training; on a spare the one it would replace.
-        Raises: MemoryShortage.
-        """
+        """Raises: MemoryShortage unless this host has memory for what `node` runs and mirrors, ranks being alike."""
         store, world = self._store, self._world
         ranks, run = held_by(world, node, self._copies), world.ranks_of(node)
         mirrored = [rank for rank in ranks if rank not in run and not store.has_slots(rank)]
@@ -121,8 +112,7 @@ class Mirroring:
         except StaleGeneration:
             return
         except TransportError as error:
-            self._node.feed(api.WorkerLost(rank, f"its arena is damaged: {error}"))
-            return
+            return self._node.feed(api.WorkerLost(rank, f"its arena is damaged: {error}"))
         self._store.history(rank).append(step, message.records)
         self._node.feed(api.SnapshotHeld(holding, generation))
         self._push_snapshot(rank, step, generation, message.records)
@@ -169,16 +159,17 @@ class Mirroring:
                     self._node.feed(api.RecordsDropped())
 
     def _push_recording(self, rank: Rank) -> None:
-        for buddy in self._buddies:
-            self._tasks.start(self._push_recording_to(buddy, self.profiles[rank], self._world.generation))
+        generation, recording = self._world.generation, self._store.recording(rank)
 
-    async def _push_recording_to(self, buddy: NodeId, profile: local.RankReady, generation: Generation) -> None:
-        recording = msgspec.msgpack.encode(profile)
-        while generation == self._world.generation:
-            try:
-                return await self._node.host.bulk.push_recording(buddy, profile.rank, generation, recording)
-            except DeadpoolError:
-                await asyncio.sleep(PUSH_RETRY_S)
+        async def push(buddy: NodeId) -> None:
+            while generation == self._world.generation:
+                try:
+                    return await self._node.host.bulk.push_recording(buddy, rank, generation, recording)
+                except DeadpoolError:
+                    await asyncio.sleep(PUSH_RETRY_S)
+
+        for buddy in self._buddies:
+            self._tasks.start(push(buddy))
 
     def _push_snapshot(self, rank: Rank, step: Step, generation: Generation, records: bytes) -> None:
         self._newest[rank], profile = step, self.profiles[rank]
@@ -249,39 +240,33 @@ class Mirroring:
         return await self._ask(lambda: self._node.host.bulk.get_history(source, rank, first, last), source)
 
     async def refill(self, source: Source, step: Step) -> None:
-        """Bring (rank, step) into the slots the rank's process uses already. Raises: TransportError."""
+        """Bring and list (rank, step) in the slots the rank's process uses already. Raises: DeadpoolError."""
         pair, generation = self._store.own(source.rank), self._store.generation
         if pair is None:
             raise TransportError(f"rank {source.rank} runs here without an arena")
         nodes = source.header_node, source.payload_node
         await self._ask(lambda: self._node.host.bulk.fetch(source, step, pair, generation), *nodes)
+        self.hold(source.rank, step)
 
     async def bring(self, source: Source, step: Step, profile: local.RankReady) -> None:
-        """Make own slots for a rank that is new here, and bring `step` into them. Raises: DeadpoolError.
+        """Make own slots for a rank that is new here, and bring `step` into them. Raises: DeadpoolError."""
+        host, store, generation, began = self._node.host, self._store, self._store.generation, loop_time()
+        shape = source.rank, profile.header_bytes, profile.payload_bytes
 
-        If it is cancelled the attempt under way goes on to its end: slots that somebody writes to are nobody else's.
-        """
-        began, generation = loop_time(), self._store.generation
-        pair = await self._ask(
-            lambda: asyncio.shield(begin(self._fetched(source, step, generation, profile))),
-            source.header_node, source.payload_node,
-        )  # fmt: skip
+        async def fetched() -> SlotPair:
+            # Where this node itself holds the mirror, that stays until the new slots replace it, whatever is cut off.
+            pair = await host.in_thread(lambda: store.make_own(*shape, lambda: store.check_generation(generation)))
+            try:
+                await host.bulk.fetch(source, step, pair, generation)
+                await host.in_thread(lambda: store.adopt_own(pair, step, generation, profile.replicas))
+            except BaseException:  # the next attempt finds them: the first touch of new ones takes long
+                pair.invalidate(step)
+                store.put_back(pair)
+                raise
+            return pair
+
+        asked = source.header_node, source.payload_node
+        # Cancelled, the attempt under way goes on to its end: slots that somebody writes to are nobody else's.
+        pair = await self._ask(lambda: asyncio.shield(begin(fetched())), *asked)
         took_s, nbytes = loop_time() - began, pair.payload_bytes
         self._node.reports.emit(events.SnapshotFetched(rank=source.rank, step=step, nbytes=nbytes, duration_s=took_s))
-
-    async def _fetched(self, source: Source, step: Step, generation: Generation, profile: local.RankReady) -> SlotPair:
-        host, store = self._node.host, self._store
-        # Where this node itself holds the mirror, that stays until the new slots replace it, whatever is cut off.
-        pair = await host.in_thread(
-            lambda: store.make_own(
-                source.rank, profile.header_bytes, profile.payload_bytes, lambda: store.check_generation(generation)
-            )
-        )
-        try:
-            await host.bulk.fetch(source, step, pair, generation)
-            await host.in_thread(lambda: store.adopt_own(pair, step, generation, profile.replicas))
-        except BaseException:  # the next attempt finds them: the first touch of new ones takes long
-            pair.invalidate(step)
-            store.put_back(pair)
-            raise
-        return pair

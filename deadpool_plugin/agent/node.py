@@ -29,18 +29,12 @@ class Process:
     pid: int = 0
     peer: LocalPeer | None = None
     took_over: bool = False
-    in_training: bool = False
-    """It has reached its first call, or has restored what it took over."""
-    unwound_for: int = 0
-    """The newest generation it waits for with nothing under way."""
-    saving_for: int = 0
-    """The newest generation that found it in a save."""
-    failing: str = ""
-    """The error of its script, if it reported one."""
-    stores: list[str] = field(default_factory=list)
-    """Addresses of the stores it has offered."""
-    moved_from: tuple[float, Step] | None = None
-    """When (monotonic seconds) it first told of its way through past steps, and how far it was."""
+    in_training: bool = False  # it has reached its first call, or has restored what it took over
+    unwound_for: int = 0  # the newest generation it waits for with nothing under way
+    saving_for: int = 0  # the newest generation that found it in a save
+    failing: str = ""  # the error of its script, if it reported one
+    stores: list[str] = field(default_factory=list)  # their addresses, which it has offered
+    moved_from: tuple[float, Step] | None = None  # when, and at which step, it first told of its way
     ended: bool = False
 
 
@@ -73,7 +67,6 @@ class Slot:
 
     @property
     def serving(self) -> LocalPeer | None:
-        """The connection to the process that runs the slot's rank, if there is one now."""
         return self.running.peer if self.running is not None else None
 
 
@@ -88,8 +81,7 @@ class LocalNode:
     job: Job
     reports: Reports
     feed: Callable[[api.Input], None]
-    world: World | None = None
-    """The last world that this node has entered."""
+    world: World | None = None  # the last one that this node has entered
     slots: list[Slot] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -44,8 +44,7 @@ WORKERS_KILL_S = 0.5
 SUPERVISORS_END_S = 4.0
 WITHDRAW_S = 1.0
 WITNESS_RETRY_S = 1.0
-WITNESS_SHARED_S = 120
-"""Attribute caches of NFS last a minute by default."""
+WITNESS_SHARED_S = 120  # attribute caches of NFS last a minute by default
 
 
 class Agent:
@@ -53,8 +52,7 @@ class Agent:
 
     def __init__(self, host: Machine, place: Place, config: Config, credentials: Credentials, job: Job) -> None:
         self._host, self._config = host, config
-        self._in_job = job.invitation is None
-        """False until a host that joins has asked to. Until then the node id may turn out to be another host's."""
+        self._in_job = job.invitation is None  # a host that joins may have another host's node id until it has asked to
         self._verdict: Verdict | None = None
         self._inputs: deque[api.Input] = deque()
         self._stepping = False
@@ -124,7 +122,7 @@ class Agent:
             self._reports.emit(events.NodeJoined(host=self._host.name, ranks=(), spare=True))
             self.feed(api.Joining(members, rack_named(node.id, self._host.name, config.racks)))
             return
-        world = form_world(hellos, config.spares, config.racks, config.copies)
+        world = form_world(hellos, config)
         self._mirroring.enter(world)
         self._workers.form(world)
         self.feed(api.WorldFormed(world))
@@ -181,7 +179,6 @@ class Agent:
         self.feed(api.Claimed(kept))
 
     async def _look(self, generation: Generation) -> None:
-        """Feed the plan that the witness has for `generation`. The controller looks again."""
         job, witness = self._node.credentials.job, present(self._host.witness, "a plan is sought without a witness")
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             if (kept := await self._host.at_files(lambda: witness.look(job, generation))) is not None:
@@ -215,7 +212,6 @@ class Agent:
             self._stepping = False
 
     def _on_message(self, peer: LocalPeer, message: local.LocalMessage, descriptors: list[int]) -> None:
-        slot = peer.tag if isinstance(peer.tag, Slot) else None
         if isinstance(message, local.SupervisorHello):
             self._workers.supervisor(peer, message, descriptors)
         elif isinstance(message, local.StandbyHello):
@@ -224,12 +220,12 @@ class Agent:
             self._workers.worker(peer, message)
             if message.rehearsing and isinstance(peer.tag, Slot):  # else an order that has been overtaken
                 self._takeovers.introduced(peer.tag, peer, message)
-        elif slot is None:
+        elif not isinstance(peer.tag, Slot):
             close_descriptors(descriptors)
         elif isinstance(message, local.RehearsalOutput):
-            self._workers.keep_apart(slot, peer, descriptors)
+            self._workers.keep_apart(peer.tag, peer, descriptors)
         else:
-            self._heard(slot, peer, message)
+            self._heard(peer.tag, peer, message)
 
     def _heard(self, slot: Slot, peer: LocalPeer, message: local.LocalMessage) -> None:
         process = slot.process
@@ -335,23 +331,19 @@ class Agent:
             self._left.set_result(action.exit_code)
 
     async def _end(self, exit_code: int) -> int:
-        """Tell the others, let or make the workers end, then the supervisors; every wait but one has a deadline.
-
-        Returns: the node's exit code: a worker may still fail after everyone's training has ended well.
-        """
+        """End the links, the workers and the supervisors; every wait but one has a deadline. Returns: the exit code."""
         workers, node = self._workers, self._node.id
-        self._takeovers.cancel()
         self._takeovers.drop()
         workers.end(exit_code)
         goodbye = Goodbye(self._controller.generation, self._verdict) if exit_code != EXIT_FENCED else None
         await self._links.mesh.close(goodbye)
         withdrawing = begin(self._host.at_files(self._host.withdraw))
         if exit_code == EXIT_OK:
-            exit_code = await self._last_work()
+            exit_code = await self._last_work()  # which may still fail
         else:
             await workers.wait(lambda: workers.workers_gone, WORKERS_KILL_S)
         await workers.end_supervisors(exit_code, SUPERVISORS_END_S)
-        await self._workers.drain(WORKERS_KILL_S)
+        await workers.drain(WORKERS_KILL_S)
         await self._host.close()
         await asyncio.wait([withdrawing], timeout=WITHDRAW_S)  # the file system may hang
         if dropped := self._host.output.dropped_bytes:

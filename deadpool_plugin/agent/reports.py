@@ -8,27 +8,40 @@ recur go where only the newest are kept. Once the log is full, so do all but tho
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from .. import events
-from ..core.types import Generation, NodeId, Rank, World, listed
+from ..core.types import NO_STEP, Generation, NodeId, Rank, World, listed
 from ..errors import InvariantViolated
 from ..host.output import Ring, Writer
 
-NOTES_MAX = 20
-"""That a node says on its terminal in one generation; the log has all of them."""
-LOG_BYTES_MAX = 16 << 20
-"""Limit of the log of one job; beyond it only events.FATE goes there."""
-RECENT_BYTES = 2 << 20
-"""Size of each of the two files for events that recur: 6,000 steps and more."""
+NOTES_MAX = 20  # that a node says on its terminal in one generation; the log has all of them
+LOG_BYTES_MAX = 16 << 20  # of one job; beyond it only events.FATE goes there
+RECENT_BYTES = 2 << 20  # in each of the two files for events that recur: 6,000 steps and more
+SILENCE_S = 30.0  # without a line of ours, before one says which ranks the job waits for; doubles with each such line
+NODES_MAX = 4  # that such a line names
 
-SILENCE_S = 30.0
-"""Seconds without a line of ours before one says which ranks the job waits for. They double with each such line."""
-NODES_MAX = 4
-"""Nodes that such a line names."""
+
+SENTENCES: dict[type[events.Event], str] = {
+    events.TrainingStarted: "all ranks are in training",
+    events.NodeLost: "{0.evidence}",
+    events.RankLost: "rank {0.rank} was lost; its node {0.node} starts a new process: {0.reason}",
+    events.ContactLost: "node {0.node}: {0.reason}; its processes are paused",
+    events.ContactRegained: "node {0.node} has contact again; its processes continue; "
+    "they were paused for {0.duration_s:.2f} s",
+    events.HostJoined: "node {0.joined} has joined the job",
+    events.WaitingForHost: "waiting for a host to join (`deadpool join`); all state stays in memory: {0.reason}",
+    events.SwapDone: "swap done, all ranks are in training again after {0.duration_s:.2f} s",
+    events.Unprotected: "unprotected: {0.reason}",
+    events.Protected: "protected: step {0.step} survives the loss of any node",
+    events.NodeFenced: "node {0.node} leaves the job: {0.reason}",
+    events.JobFinished: "the job has finished",
+    events.PeerRefused: "{0.reason}",
+    events.RehearsalFailed: "node {0.node} cannot stand in for rank {0.rank}: {0.reason}",
+}
 
 
 class Reports:
@@ -36,29 +49,25 @@ class Reports:
 
     def __init__(self, node: NodeId, writer: Writer, output_dir: Path) -> None:
         self.node, self._writer = node, writer
-        self.hosts: dict[NodeId, str] = {}
-        """The host names of all nodes that were ever known, which stand beside their numbers on the terminal."""
+        self.hosts: dict[NodeId, str] = {}  # of all nodes that were ever known, for the terminal
         self._log, self._log_bytes = writer.open(events.log_of(output_dir, node)), 0
         self.follows_another_job = self._log.tell() > 0
         self._recent = Ring(writer, events.recent_of(output_dir, node), RECENT_BYTES)
         self._newest_step = {True: (-1, -1), False: (-1, -1)}
         self.generation: Generation = 0
-        self.leads = False
+        self.leads = self._has_spoken = False
         self._cancelled = (-1, "")
         self._noted_in, self._noted = 0, set[str]()
         self._awaited_in: Generation | None = None
-        self._takers: Collection[object] = ()
-        self._replaced: Collection[Rank] = ()
-        self._awaited_since = self._quiet_since = 0.0
-        self._silence_s = SILENCE_S
-        self._has_spoken = False
+        self._swap = events.SwapPlanned(restore_step=NO_STEP)  # the newest one
+        self._awaited_since, self._quiet_since, self._silence_s = 0.0, 0.0, SILENCE_S
 
     def emit(self, event: events.Event) -> None:
         """Log an event, and say it if it is one for people."""
         event = events.stamped(event, node=self.node, generation=self.generation)
         self._keep(event)
         if isinstance(event, events.SwapPlanned):
-            self._takers, self._replaced = event.takers.values(), event.lost_ranks
+            self._swap = event
         line = sentence(event)
         if isinstance(event, (events.Note, events.RehearsalFailed)):
             self._say_once(line)
@@ -115,8 +124,9 @@ class Reports:
             self._has_spoken, self._quiet_since = False, now
         if now - self._quiet_since >= self._silence_s:
             ranks_of: dict[str, tuple[Rank, ...]] = {}
+            takers, replaced = self._swap.takers.values(), self._swap.lost_ranks
             # First those that the others wait for.
-            for rank in sorted(ranks, key=lambda r: world.node_of[r] not in self._takers and r not in self._replaced):
+            for rank in sorted(ranks, key=lambda rank: world.node_of[rank] not in takers and rank not in replaced):
                 node = str(world.node_of[rank])
                 ranks_of[node] = (*ranks_of.get(node, ()), rank)
             self.emit(events.RanksAwaited(ranks_of, len(world.node_of), waited_s=now - self._awaited_since))
@@ -131,8 +141,6 @@ class Reports:
 def sentence(event: events.Event) -> str:
     """Return the sentence for people, "" if there is none."""
     match event:
-        case events.TrainingStarted():
-            return "all ranks are in training"
         case events.RanksAwaited(ranks_of=by_node, of=total, waited_s=waited_s):
             parts = [f"rank(s) {listed(own)} on node {node}" for node, own in by_node.items()][:NODES_MAX]
             if len(by_node) > NODES_MAX:
@@ -145,18 +153,6 @@ def sentence(event: events.Event) -> str:
             )
         case events.SpareReady(spare=spare, ranks=ranks):
             return f"spare node {spare} is ready for rank(s) {listed(ranks)}"
-        case events.NodeLost(evidence=evidence):
-            return evidence
-        case events.RankLost(rank=rank, reason=reason):
-            return f"rank {rank} was lost; its node {event.node} starts a new process: {reason}"
-        case events.ContactLost(reason=reason):
-            return f"node {event.node}: {reason}; its processes are paused"
-        case events.ContactRegained(duration_s=duration):
-            return f"node {event.node} has contact again; its processes continue; they were paused for {duration:.2f} s"
-        case events.HostJoined(joined=joined):
-            return f"node {joined} has joined the job"
-        case events.WaitingForHost(reason=reason):
-            return f"waiting for a host to join (`deadpool join`); all state stays in memory: {reason}"
         case events.CheckpointCancelled(step=step, path=path, reason=reason):
             return f"the save of step {step} in {path} was interrupted: {reason or 'it is done again'}"
         case events.SwapPlanned(restore_step=step, lost_ranks=lost, duration_s=duration):
@@ -167,18 +163,12 @@ def sentence(event: events.Event) -> str:
         case events.StepsUndone(first=first, last=last, reason=reason):
             which, are = (f"step {last}", "is") if first == last else (f"steps {first} to {last}", "are")
             return f"{which} had been committed and {are} done again: {reason}"
-        case events.SwapDone(duration_s=duration):
-            return f"swap done, all ranks are in training again after {duration:.2f} s"
-        case events.Unprotected(reason=reason):
-            return f"unprotected: {reason}"
         case events.Mirrored(step=step, reason=missing) if missing:
             if event.spares_left == 0:
                 then = "ends the job" if event.on_no_spare == "stop" else "makes the job wait for a host"
                 none = "NO SPARE LEFT" if event.generation else "no host is a spare (spares: 0)"
                 missing = f"{none}, the next lost node {then} (on_no_spare: {event.on_no_spare})"
             return f"mirrored: step {step} is in other hosts' memory; not protected: {missing}"
-        case events.Protected(step=step):
-            return f"protected: step {step} survives the loss of any node"
         case events.HistoryFilling(rank=rank, step=step, full=full):
             then = (
                 f"no longer fit into history_limit_mib at step {step}: from now on only spares that have followed so "
@@ -188,24 +178,16 @@ def sentence(event: events.Event) -> str:
                 "raise it at the next start"
             )
             return f"node {event.node}: rank {rank}'s records of past steps {then}"
-        case events.NodeFenced(reason=reason):
-            return f"node {event.node} leaves the job: {reason}"
-        case events.JobFinished():
-            return "the job has finished"
         case events.JobStopped(exit_code=code, reason=reason, newest_committed=newest):
             shown = newest if newest >= 0 else "none"
             return f"job stopped (exit code {code}): {reason}; newest committed step: {shown}"
-        case events.PeerRefused(reason=reason):
-            return reason
         case events.CatchingUp(rank=rank, step=step, target=target, left_s=left_s):
             far = f"step {step} of {target}" if target >= step else f"step {step}"
             far = f"{far}; about {left_s:.0f} s are left" if target >= step and left_s >= 0 else far
             return f"rank {rank}'s new process on node {event.node} replays past steps; it has reached {far}"
-        case events.RehearsalFailed(rank=rank, reason=reason):
-            return f"node {event.node} cannot stand in for rank {rank}: {reason}"
         case events.Note(text=text):
             return text if text.startswith("node ") else f"node {event.node}: {text}"
-    return ""
+    return SENTENCES.get(type(event), "").format(event)
 
 
 def named(line: str, hosts: Mapping[NodeId, str]) -> str:

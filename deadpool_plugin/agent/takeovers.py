@@ -25,14 +25,10 @@ from .mirroring import Mirroring
 from .node import LocalNode, Process, Slot
 from .workers import Workers
 
-PULL_STEPS = 1024
-"""The most steps whose records one request asks for. Each request has a connection of its own."""
-CHUNK_STEPS = 64
-"""Records that one message to the process holds."""
-DIFFERS_CODE = 1
-"""Exit code of a job whose data cannot be read again."""
-SAY_MOVED_S = 10.0
-"""Between two lines about a newcomer on its way."""
+PULL_STEPS = 1024  # whose records one request asks for at most: each has a connection of its own
+CHUNK_STEPS = 64  # whose records one message to the process holds at most
+DIFFERS_CODE = 1  # exit code of a job whose data cannot be read again
+SAY_MOVED_S = 10.0  # between two lines about a newcomer on its way
 _RETRY_S = 0.2
 
 
@@ -46,8 +42,7 @@ class Rehearsal:
     source: NodeId
     history: CallHistory
     told: Step = NO_STEP
-    doubted: bool = False
-    """People have been told that it could not be told of the first steps."""
+    doubted: bool = False  # people have been told that it could not be told of the first steps
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -84,8 +79,7 @@ class TakeOvers:
         self._committed: Step = NO_STEP
         self._said_at, self._said_of = 0.0, -1
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._ordered: dict[int, Rank] = {}
-        """The next rehearsal of each slot, until it has begun."""
+        self._ordered: dict[int, Rank] = {}  # the next rehearsal of each slot, until it has begun
         self.rehearsals: dict[int, Rehearsal] = {}
 
     # ---- rehearsals
@@ -137,9 +131,7 @@ class TakeOvers:
     def _of(self, slot: Slot, rank: Rank | None = None) -> Rehearsal | None:
         """Return the rehearsal (of `rank`) that is under way or done in `slot`, if its process lives."""
         rehearsal = self.rehearsals.get(slot.local_rank)
-        if rehearsal is None or not rehearsal.alive or rank not in (None, rehearsal.rank):
-            return None
-        return rehearsal
+        return rehearsal if rehearsal and rehearsal.alive and rank in (None, rehearsal.rank) else None
 
     def introduced(self, slot: Slot, peer: LocalPeer, message: local.WorkerHello) -> None:
         if (rehearsal := self._of(slot, message.rank)) is not None:
@@ -179,7 +171,6 @@ class TakeOvers:
         await self._follow(rehearsal)
 
     def committed(self, step: Step) -> None:
-        """Have spares follow to `step`."""
         self._committed = max(self._committed, step)
         for rehearsal in self.rehearsals.values():
             task = self._tasks.get(rehearsal.slot.local_rank)
@@ -271,7 +262,8 @@ class TakeOvers:
                 rehearsal.history.truncate(restore_step)
 
     def drop(self) -> None:
-        """Forget every rehearsal."""
+        """Forget every rehearsal and take-over."""
+        self.cancel()
         self.rehearsals.clear()
         self._ordered.clear()
         for task in self._tasks.values():
@@ -323,17 +315,13 @@ class TakeOvers:
     async def _refill(self, plan: SwapPlan, slot: Slot, source: Source) -> None:
         try:
             await self._mirroring.refill(source, plan.restore_step)
-            self._mirroring.hold(source.rank, plan.restore_step)
         except DeadpoolError as error:
             self._node.feed(api.WorkerLost(source.rank, f"its restore step cannot be had: {error}"))
-            return
-        self._join(plan, slot)
+        else:
+            self._join(plan, slot)
 
     async def _take_over(self, plan: SwapPlan, slot: Slot, source: Source | None) -> None:
-        """Fetch the state of the rank, make it safe again, and hand it over once its process is ready.
-
-        `source`: None if it is here already: the rank has lost its process only, or a take-over was cut off.
-        """
+        """Fetch the rank's state (from this node, without `source`), mirror it, and hand it to a ready process."""
         rank, step, timeout_s = slot.rank, plan.restore_step, self._node.config.start_timeout_s
         rehearsal = self._of(slot, rank)
         try:
@@ -346,13 +334,10 @@ class TakeOvers:
             await rehearsal.tell()
         except (TimeoutError, DeadpoolError) as error:
             reason = str(error) or f"its rehearsal took more than {timeout_s:g} s"
-            self._give_up(slot, rank, f"could not be taken over: {reason}")
-            return
-        file, printed = await self._workers.output_of(rank, step)
-        if not rehearsal.alive:  # its loss is said already
+            return self._give_up(slot, rank, f"could not be taken over: {reason}")
+        if not await self._workers.take(slot, rehearsal.process, step):  # its loss is said already
             return
         pair = present(self._store.own(rank), f"rank {rank} is handed over without an arena")
-        self._workers.take(slot, file, printed, step)
         self.done(slot)
         if self._workers.paused:  # a process that has come to run a rank meanwhile stands still, too
             self._workers.pause()
@@ -364,6 +349,7 @@ class TakeOvers:
     async def _bring(self, step: Step, source: Source | None, rehearsal: Rehearsal) -> None:
         """Have snapshot, profile and history here: they are this node's to serve then. Raises: DeadpoolError."""
         rank, store = rehearsal.rank, self._store
+        # Without a source it is here: the rank has lost its process only, or was being taken over.
         if source is None and not store.owns(rank, step):
             source = Source(rank, self._node.id, self._node.id, rank)  # cut off before: it is here as a mirror still
         if source is None:
@@ -381,7 +367,7 @@ class TakeOvers:
         self._mirroring.hold(rank, step)
 
     def done(self, slot: Slot) -> None:
-        """Let go of the slot, whose process has been told to take over; it rehearses no other rank next."""
+        """Let go of the slot, whose process takes over and rehearses no other rank."""
         self._stop_following(slot)
         self._ordered.pop(slot.local_rank, None)
         self.rehearsals.pop(slot.local_rank, None)

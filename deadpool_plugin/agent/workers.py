@@ -19,7 +19,7 @@ from .. import events
 from ..core import api, local
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import EXIT_OK, invariant, present, shell_code
-from ..host.output import READ_S, LogFile, Printed, Repeats, printed_since, rank_file
+from ..host.output import READ_S, LogFile, Repeats, printed_since, rank_file
 from ..host.proc import described_exit
 from ..transport.tasks import Tasks
 from ..transport.unix import LocalPeer, close_descriptors
@@ -28,13 +28,9 @@ from .world import worker_env
 
 T = TypeVar("T")
 
-SIGTERM_S = 25.0
-"""How long a script that handles SIGTERM has: less than the 30 s after which deepspeed's launcher and Slurm kill."""
-TERM_GRACE_S = 1.0
-"""A supervisor that was told to end knows better why; this agent knows better who else was told. Each gives the other
-so long to speak first."""
-EXIT_REPORT_S = 2.0
-"""How long after a worker's connection has ended the standby process may take to say how it ended."""
+SIGTERM_S = 25.0  # for a script that handles SIGTERM: deepspeed's launcher and Slurm kill after 30 s
+TERM_GRACE_S = 1.0  # a supervisor told to end knows why, its agent who else was told: each lets the other speak first
+EXIT_REPORT_S = 2.0  # after a worker's connection has ended, for the standby process to say how it ended
 
 
 class Workers:
@@ -44,16 +40,12 @@ class Workers:
         self._node, self._slots, self._processes = node, node.slots, node.host.processes
         self._on_lost, self._output_dir = on_lost, node.config.output_dir
         self.committed: Step = NO_STEP
-        self._orders = 0
-        self._opening = Tasks()
+        self._opening, self._orders, self._exit_code = Tasks(), 0, 0
         self._start: local.StartGroups | None = None
         self.ending = self.paused = self._has_sigterm = False
-        self._exit_code = 0
         self._deadlines: list[asyncio.TimerHandle] = []
-        self.late_exit_code = 0
-        """The worst exit code of a rank's process after the job's end, as a shell counts signals."""
-        self.changed = asyncio.Event()
-        """Set whenever a process has ended."""
+        self.late_exit_code = 0  # the worst of a rank's process after the job's end, as a shell counts signals
+        self.changed = asyncio.Event()  # set whenever a process has ended
 
     # ---- who they are, and what they are told
 
@@ -138,7 +130,7 @@ class Workers:
                 before.peer = None
         self._orders += 1
         # It takes the ring position of the node that runs the rank now.
-        env = worker_env(node.place, world, rank, world.node_of[rank], slot.local_rank, node.host.where[1])
+        env = worker_env(node.place, world, rank, slot.local_rank, node.host.where[1])
         slot.order = local.RunRank(rank, env, self._orders, rehearses)
         slot.process = Process(self._orders, rank, rehearses)
         if slot.standby is not None:
@@ -155,7 +147,6 @@ class Workers:
         self._tell_serving(local.Abort(generation))
 
     def commit(self, step: Step) -> None:
-        """Open the gate of every process that runs a rank."""
         self.committed = max(self.committed, step)
         self._tell_serving(local.Committed(step))
 
@@ -222,12 +213,10 @@ class Workers:
             self.kill(slot, process, reason)
 
     def await_unwinding(self, generation: Generation) -> None:
-        """Set deadlines for the processes in training, which have been told that `generation` begins.
-
-        A process that is still in its call then is replaced here: it holds the interpreter, its device is dead, or user
-        code does not come to its next call. A process in a save is healthy, and has longer. One that has not come to
-        training has no deadline: it begins anew, or joins the newest generation when it is through.
-        """
+        """Set deadlines for the processes in training, which have been told that `generation` begins."""
+        # One that is still in its call then is replaced here: it holds the interpreter, its device is dead, or user
+        # code does not come to its next call. A process in a save is healthy, and has longer. One that has not come to
+        # training has no deadline: it begins anew, or joins the newest generation when it is through.
         asked = [(slot, slot.running) for slot in self._slots if slot.running is not None and slot.running.in_training]
         loop, config = asyncio.get_running_loop(), self._node.config
         self._deadlines = [deadline for deadline in self._deadlines if deadline.when() > loop.time()]
@@ -290,7 +279,6 @@ class Workers:
                 asyncio.get_running_loop().call_later(EXIT_REPORT_S, self.kill, slot, process, reason)
 
     def leaving(self, message: local.Leaving) -> None:
-        """Take in that a supervisor was told to end by a signal."""
         node = self._node.id
         reason = f"the launcher of node {node} ended its processes ({signal.Signals(message.signal).name})"
         if message.signal == signal.SIGINT:
@@ -323,8 +311,7 @@ class Workers:
         asyncio.get_running_loop().call_later(after_s, self.give_up, reason)
 
     def _script_handles_sigterm(self) -> bool:
-        pids = [slot.running.pid for slot in self._slots if slot.running is not None]
-        return any(pid and self._processes.catches(pid, signal.SIGTERM) for pid in pids)
+        return any(slot.running and self._processes.catches(slot.running.pid, signal.SIGTERM) for slot in self._slots)
 
     def end(self, exit_code: int) -> None:
         """Expect every death from now on; what is paused ends as it stands, unless the job ends well."""
@@ -413,29 +400,30 @@ class Workers:
         for pipe in pipes.values():
             pipe.close()
 
-    async def output_of(self, rank: Rank, step: Step) -> tuple[LogFile | None, Printed]:
-        """Look up what `take` needs, as far as the file system, which may hang with a lost host, says it in time."""
-        node, path = self._node, rank_file(self._output_dir, rank, self._node.id)
-        file, printed = await asyncio.gather(
-            self._in_time(lambda: node.host.output.open(path)),
-            self._in_time(lambda: printed_since(self._output_dir, node.credentials.job, rank, step)),
-        )
-        return file, printed or {}
-
     async def _in_time(self, look: Callable[[], T]) -> T | None:
         with contextlib.suppress(OSError):
             async with asyncio.timeout(READ_S):
                 return await self._node.host.at_files(look)
         return None
 
-    def take(self, slot: Slot, file: LogFile | None, printed: Printed, step: Step) -> None:
-        """Have the slot's process, which rehearsed its rank, run it from `step` on, and print nothing again."""
-        process = present(slot.living, f"nothing runs rank {slot.rank}")
+    async def take(self, slot: Slot, process: Process, step: Step) -> bool:
+        """Have a process run the slot's rank, which it has rehearsed, from `step` on, and print nothing again.
+
+        Returns: False if it has ended meanwhile.
+        """
+        node, rank, path = self._node, slot.rank, rank_file(self._output_dir, slot.rank, self._node.id)
+        file, printed = await asyncio.gather(  # as far as the file system, which may hang with a lost host, says it
+            self._in_time(lambda: node.host.output.open(path)),
+            self._in_time(lambda: printed_since(self._output_dir, node.credentials.job, rank, step)),
+        )
+        if slot.living is not process:
+            return False
         invariant(process.rank == slot.rank, f"rank {process.rank} is run in the place of rank {slot.rank}")
         process.took_over = True
         self._name_output(slot, file, late=file is None)
         if slot.pipe is not None:
-            slot.pipe.repeats = Repeats(printed, step)
+            slot.pipe.repeats = Repeats(printed or {}, step)
+        return True
 
 
 def _standby(slot: Slot) -> str:

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 
@@ -31,20 +30,19 @@ _EXPORTED = (
     "ACCELERATE_",
 )  # fmt: skip
 _HOSTS_OWN = "CUDA_VISIBLE_DEVICES"
+# Answers to guests are not encrypted on their way: a joining host must have variables of such names itself.
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
-"""Answers to guests are not encrypted on their way: a joining host must have variables of such names itself."""
 
 
 class Place(msgspec.Struct, frozen=True):
-    """This node in the launcher's world, spares counted like any host: what every supervisor's environment says.
-    `local_rank`: the supervisor's own."""
+    """This node in the launcher's world, spares counted like any host: what every supervisor's environment says."""
 
     node: NodeId
     nodes_total: int
     local_size: int
     master_addr: str
     master_port: int
-    local_rank: int = 0
+    local_rank: int = 0  # the supervisor's own
 
 
 class Invitation(msgspec.Struct, frozen=True):
@@ -55,19 +53,15 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """The start of this node's supervisors. `config`: as `Config.told`. `secret_files`: where the secret may lie.
-
-    `launch`: the name of the `deadpool launch` that started it, "" for another launcher. `invitation`: to the running
-    job that this host shall join, None for a host that meets the others at the rendezvous.
-    """
+    """The start of this node's supervisors."""
 
     command: list[str]
     directory: str
-    config: str
+    config: str  # as `Config.told`
     environment: dict[str, str]
-    secret_files: tuple[str, ...] = ()
-    launch: str = ""
-    invitation: Invitation | None = None
+    secret_files: tuple[str, ...] = ()  # where the secret may lie
+    launch: str = ""  # the name of the `deadpool launch` that started it, "" for another launcher
+    invitation: Invitation | None = None  # to the job this host shall join, None if it meets others at the rendezvous
 
 
 def job_from(
@@ -164,18 +158,14 @@ def rack_named(node: NodeId, host: str, racks: Mapping[str, Sequence[str]]) -> s
     return next((rack for rack, members in racks.items() if not names.isdisjoint(members)), "")
 
 
-def form_world(
-    hellos: Sequence[Hello],
-    spares: int | Sequence[str],
-    racks: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    copies: int = 1,
-) -> World:
+def form_world(hellos: Sequence[Hello], config: Config) -> World:
     """Form generation 0 from what the nodes said of themselves. Raises: ConfigError if they do not fit together."""
     check_alike(hellos)
-    standing_by = spare_nodes(spares, [hello.host for hello in hellos])
+    standing_by = spare_nodes(config.spares, [hello.host for hello in hellos])
     active = [hello.node for hello in hellos if hello.node not in standing_by]
     world = World(0, tuple(node for node in active for _ in range(hellos[node].local_size)), standing_by)
-    return with_racks(world, {hello.node: rack_named(hello.node, hello.host, racks) for hello in hellos}, copies)
+    racks = {hello.node: rack_named(hello.node, hello.host, config.racks) for hello in hellos}
+    return with_racks(world, racks, config.copies)
 
 
 def check_alike(hellos: Sequence[Hello]) -> None:
@@ -206,12 +196,12 @@ def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple
     return next(((package, *versions) for package, versions in found.items() if versions[0] != versions[1]), None)
 
 
-def worker_env(place: Place, world: World, rank: Rank, node: NodeId, local_rank: int, address: str) -> dict[str, str]:
+def worker_env(place: Place, world: World, rank: Rank, local_rank: int, address: str) -> dict[str, str]:
     """Make the environment of the process of `rank`: the active world as any launcher would describe it."""
     env = {
         "RANK": rank,
         "WORLD_SIZE": len(world.node_of),
-        **dict.fromkeys(("CROSS_RANK", "NODE_RANK", "GROUP_RANK"), world.active.index(node)),
+        **dict.fromkeys(("CROSS_RANK", "NODE_RANK", "GROUP_RANK"), world.active.index(world.node_of[rank])),
         "CROSS_SIZE": len(world.active),
         "LOCAL_RANK": local_rank,
         **dict.fromkeys(("LOCAL_SIZE", "LOCAL_WORLD_SIZE"), place.local_size),

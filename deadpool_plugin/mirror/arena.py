@@ -37,12 +37,9 @@ _SEALS = linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_SEAL
 _MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 TOUCH_BYTES = 8 << 20  # some 5 ms, ten times that on a loaded host
-SMALL_BYTES = 64 << 20
-"""Slots up to this size are freed by the caller itself."""
-
-
-GoingOn = Callable[[], None]
-"""Called again and again while slots are made; what it raises ends that."""
+SMALL_BYTES = 64 << 20  # slots up to this size are freed by the caller itself
+Sums = tuple[Digest, ...]  # xxh3 of every frame of a payload, in order; none where only the header is held
+GoingOn = Callable[[], None]  # called again and again while slots are made; what it raises ends that
 
 
 def goes_on() -> None: ...
@@ -57,8 +54,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
     layout_hash: str
     payload_bytes: Count
     scalars: bytes
-    paired: Digest = 0
-    """The sum of the rank's collectives in that generation (transport/flight_recorder.py); 0 in the first."""
+    paired: Digest = 0  # the sum of the rank's collectives in that generation (transport/flight_recorder.py)
 
 
 class Snapshot(NamedTuple):
@@ -67,8 +63,7 @@ class Snapshot(NamedTuple):
     pair: SlotPair
     header: SnapshotHeader
     encoded: bytes
-    digest: int
-    """The xxh3 of `encoded`: it tells the snapshots that a slot has held apart."""
+    digest: int  # the xxh3 of `encoded`: it tells the snapshots that a slot has held apart
     payload: memoryview
 
 
@@ -85,16 +80,13 @@ def arena_bytes(header_bytes: int, payload_bytes: int) -> int:
 
 
 class SlotPair:
-    """The two slots of one rank, made by `create` or `attach`. `payload_bytes` is 0 where only headers are mirrored.
-
-    Thread: no locking; one writer at a time per slot.
-    """
+    """The two slots of one rank; `payload_bytes` is 0 if only headers are mirrored. One writer at a time per slot."""
 
     def __init__(self, fd: int, rank: int, header_bytes: int, payload_bytes: int) -> None:
         self.fd, self.rank = fd, rank
         self.header_bytes, self.payload_bytes = header_bytes, payload_bytes
-        self.sums: dict[int, tuple[int, tuple[Digest, ...]]] = {}
-        """Slot -> digest of a header, checksums of its payload's frames when they were first sent or received here."""
+        # Slot -> digest of a header, checksums of its payload's frames when they were first sent or received here.
+        self.sums: dict[int, tuple[int, Sums]] = {}
         self._slot_bytes = _rounded_up(header_bytes) + _rounded_up(payload_bytes)
         self._map = mmap.mmap(fd, arena_bytes(header_bytes, payload_bytes), mmap.MAP_SHARED)
         self._map.madvise(_MADV_DONTDUMP)  # or every core dump, of a worker or of the agent, would have it all
@@ -102,9 +94,8 @@ class SlotPair:
 
     @classmethod
     def create(cls, rank: int, header_bytes: int, payload_bytes: int, going_on: GoingOn = goes_on) -> SlotPair:
-        """Make empty slots whose pages are all in memory; nobody can resize them.
+        """Make empty slots whose pages are all in memory, TOUCH_BYTES between two calls of `going_on`.
 
-        Args: going_on: called after each TOUCH_BYTES, every few milliseconds.
         Raises: MemoryShortage if the kernel gives no memory, descriptor or address space for it.
         Blocks: about 0.6 s per GiB (first touch), ten times that on a loaded host; call it in a thread.
         """
@@ -126,10 +117,7 @@ class SlotPair:
 
     @classmethod
     def attach(cls, fd: int, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:
-        """Map the slots behind a descriptor of the agent's, and take the descriptor over.
-
-        Raises: TransportError if it is not an arena of this shape.
-        """
+        """Take over a descriptor of the agent's, and map its slots. Raises: TransportError if their shape differs."""
         expected, found = arena_bytes(header_bytes, payload_bytes), os.fstat(fd).st_size
         if found != expected:
             raise TransportError(f"the arena of rank {rank} has {found} bytes, expected {expected}")
@@ -138,7 +126,7 @@ class SlotPair:
         return cls(fd, rank, header_bytes, payload_bytes)
 
     def _touch(self, going_on: GoingOn) -> None:
-        """Takes, zeroes and maps every page now, so that the first snapshot costs no more than others."""
+        # Every page is taken, zeroed and mapped now, so that the first snapshot costs no more than others.
         # Nothing here holds the interpreter lock (mmap's own madvise does), and with it the agent's event loop.
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         for start in range(0, len(self._map), TOUCH_BYTES):
@@ -179,14 +167,11 @@ class SlotPair:
         return self._view[start : start + AREA_BYTES]
 
     def invalidate(self, step: int) -> None:
-        """Empties the slot of `step`, whatever it holds; call before the first byte is written to its payload."""
+        """Empty the slot of `step`, whatever it holds; call before the first byte is written to its payload."""
         self._slot(step)[: _PREFIX.size] = bytes(_PREFIX.size)
 
     def seal(self, step: int, generation: int, layout_hash: str, scalars: bytes, paired: int = 0) -> None:
-        """Declares the slot's payload complete as snapshot `step`. `scalars` are plain data of the caller's.
-
-        Raises: ConfigError if they do not fit into the header.
-        """
+        """Declare the slot's payload complete. Raises: ConfigError if the `scalars` do not fit into the header."""
         header = SnapshotHeader(self.rank, step, generation, layout_hash, self.payload_bytes, scalars, paired)
         self.seal_encoded(step, msgspec.msgpack.encode(header))
 
@@ -224,7 +209,7 @@ class SlotPair:
         return snapshot.header if snapshot else None
 
     def close(self) -> None:
-        """Closes the descriptor; the memory goes when the last view on it does (a tensor may still look at it)."""
+        """Close the descriptor; the memory goes when the last view on it does (a tensor may still look at it)."""
         os.close(self.fd)
         self.fd = -1
         self._view = memoryview(b"")
@@ -243,7 +228,7 @@ def decode_header(encoded: bytes, rank: Rank, step: Step) -> SnapshotHeader:
 
 
 def free(*pairs: SlotPair | None) -> None:
-    """Closes slots nobody uses any more; large ones, which take about 0.1 s per GiB, on a thread of their own."""
+    """Close slots nobody uses any more; large ones, which take about 0.1 s per GiB, on a thread of their own."""
     for pair in pairs:
         if pair is not None and arena_bytes(pair.header_bytes, pair.payload_bytes) <= SMALL_BYTES:
             pair.close()

@@ -20,11 +20,11 @@ _GIB = 1 << 30
 
 
 class MemoryBudget(NamedTuple):
-    """The memory that one authority leaves: `name` is the file that says so, `detail` its numbers for people."""
+    """The memory that one authority leaves."""
 
     available_bytes: int
-    name: str
-    detail: str
+    name: str  # of the file that says so
+    detail: str  # its numbers, for people
 
 
 def _gib(size: int) -> str:
@@ -67,10 +67,7 @@ def budgets(root: Path = Path("/")) -> list[MemoryBudget]:
 
 
 def check_memory(need_bytes: int, headroom_bytes: int, root: Path = Path("/")) -> None:
-    """Returns if `need_bytes` can be taken and `headroom_bytes` still be left.
-
-    Raises: MemoryShortage with all numbers.
-    """
+    """Raises: MemoryShortage unless `need_bytes` can be taken and `headroom_bytes` still be left."""
     found = budgets(root)
     if need_bytes + headroom_bytes <= found[0].available_bytes:
         return
@@ -86,23 +83,17 @@ def check_memory(need_bytes: int, headroom_bytes: int, root: Path = Path("/")) -
 
 
 class SlotMaker:
-    """Makes slots while there is memory for them. Thread: any.
-
-    Args: headroom_bytes: host memory that new slots must leave free.
-    """
+    """Makes slots while there is memory for them, and leaves `headroom_bytes` of it free. Thread: any."""
 
     def __init__(self, headroom_bytes: int = 0) -> None:
-        self._headroom_bytes = headroom_bytes
+        self._headroom_bytes, self._asking = headroom_bytes, threading.Lock()
         self._untouched: dict[tuple[Rank, int], int] = {}  # rank and thread that are being served -> bytes to be taken
-        self._asking = threading.Lock()
 
-    @property
-    def ranks(self) -> set[Rank]:
-        """The ranks whose slots are being made."""
-        return {rank for rank, _ in tuple(self._untouched)}
+    def makes(self, rank: Rank) -> bool:
+        return any(made == rank for made, _ in tuple(self._untouched))
 
     def check(self, need_bytes: int) -> None:
-        """Check that so much can be had beside what is being made. Raises: MemoryShortage."""
+        """Raises: MemoryShortage unless so much can be had beside what is being made."""
         check_memory(need_bytes + sum(tuple(self._untouched.values())), self._headroom_bytes)
 
     def make(self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: GoingOn = goes_on) -> SlotPair:

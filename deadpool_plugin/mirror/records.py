@@ -12,9 +12,9 @@ import threading
 from ..core.types import NO_STEP, Step
 from ..errors import DeadpoolError
 
+# The newest steps stay whatever they take: a swap may go back to those in the two slots, and the gate lets this rank be
+# one step ahead of what is committed.
 KEPT_MIN = 3
-"""Newest steps that stay whatever they take. Two slots hold steps a swap may go back to, and the gate lets this rank be
-one step ahead of what is committed."""
 
 
 class NotHeld(DeadpoolError):
@@ -45,7 +45,7 @@ class CallHistory:
         return len(self._records) - self._dropped
 
     def append(self, step: Step, *records: bytes) -> None:
-        """Sets the records of steps that end at `step`, the newest from now on; a gap forgets all before it."""
+        """Set the records of steps that end at `step`, the newest from now on; a gap forgets all before it."""
         with self._lock:
             begin = step - len(records) + 1
             self.truncate(begin - 1)
@@ -63,7 +63,6 @@ class CallHistory:
                 self._dropped = 0
 
     def truncate(self, last: Step) -> None:
-        """Forgets every step after `last`."""
         with self._lock:
             while self._held and self.last > last:
                 self.held_bytes -= len(self._records.pop())

@@ -15,9 +15,9 @@ from os import uname
 
 import xxhash
 
-from ..core.types import NO_STEP, Digest, Generation, Holding, Rank, Step
+from ..core.types import NO_STEP, Generation, Holding, Rank, Step
 from ..errors import DeadpoolError, StaleGeneration, TransportError
-from .arena import GoingOn, SlotPair, Snapshot, free, goes_on
+from .arena import GoingOn, SlotPair, Snapshot, Sums, free, goes_on
 from .memory import SlotMaker
 from .records import CallHistory, NotHeld
 
@@ -37,8 +37,7 @@ class SnapshotStore:
 
     def __init__(self, history_limit_bytes: int = 256 << 20, headroom_bytes: int = 0) -> None:
         self.maker, self._history_limit_bytes = SlotMaker(headroom_bytes), history_limit_bytes
-        self.recordings: dict[Rank, bytes] = {}
-        """The results of the ranks' start-up collectives, for those who rehearse them."""
+        self.recordings: dict[Rank, bytes] = {}  # of the ranks' start-up collectives, for those who rehearse them
         self.histories: dict[Rank, CallHistory] = {}
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
@@ -51,7 +50,7 @@ class SnapshotStore:
         self._prepared: dict[Rank, SlotPair] = {}
         self._holdings: dict[tuple[Rank, Step], Holding] = {}
         self._writers: dict[Rank, threading.Lock] = {}
-        self._makers: dict[Rank, threading.Lock] = {}
+        self._makers: dict[Rank, threading.Lock] = {}  # of own slots: two at a time would take their memory twice
 
     # ---- the generation fence
 
@@ -85,10 +84,8 @@ class SnapshotStore:
             self._moved.notify_all()
 
     def await_entry(self, generation: Generation, timeout_s: float) -> None:
-        """Wait until others may mirror here in `generation`: they may have heard of the decision before this node.
-
-        Raises: StaleGeneration; NotEntered after `timeout_s`.
-        """
+        """Wait until others may mirror here in `generation`. Raises: StaleGeneration; NotEntered after `timeout_s`."""
+        # They may have heard of the decision before this node.
         with self._lock:
             self._moved.wait_for(lambda: self._entered >= generation or self._generation > generation, timeout_s)
             self.check_generation(generation)
@@ -96,7 +93,7 @@ class SnapshotStore:
                 raise NotEntered(f"a write of generation {generation}", f"generation {self._entered}, as this node")
 
     def put_recording(self, rank: Rank, recording: bytes, generation: Generation) -> None:
-        """Keeps a recording that another node sends in `generation`. Raises: StaleGeneration if that is over."""
+        """Keep a recording that another node sends in `generation`. Raises: StaleGeneration if that is over."""
         with self._lock:
             self.check_generation(generation)
             self.recordings[rank] = recording
@@ -137,7 +134,7 @@ class SnapshotStore:
         return pair.sealed(step) if pair is not None else None
 
     def announce(self, generation: Generation) -> None:
-        """Lets the processes of own slots see that `generation` begins, whatever else they hear."""
+        """Let the processes of own slots see that `generation` begins, whatever else they hear."""
         with self._lock:
             for pair in self._own.values():
                 pair.announce(generation)
@@ -154,10 +151,7 @@ class SnapshotStore:
             return tuple(self._holdings[key] for key in sorted(self._holdings) if self._sealed(*key) is not None)
 
     def staged(self, rank: Rank, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
-        """Takes note that the own rank's slot of `step` was sealed (by its worker, or after a fetch).
-
-        Raises: StaleGeneration; TransportError if the slot does not hold it.
-        """
+        """List the sealed slot of an own rank. Raises: StaleGeneration; TransportError if it does not hold `step`."""
         with self._lock:
             self.check_generation(generation)
             snapshot = self._sealed(rank, step) if rank in self._own else None
@@ -175,13 +169,13 @@ class SnapshotStore:
             del self._holdings[key]
 
     def drop_newer(self, rank: Rank, step: Step) -> None:
-        """Rolls back to `step`: forgets later holdings and records; own slots are left to the worker."""
+        """Roll back to `step`: forget later holdings and records; own slots are left to the worker."""
         with self._lock:
             self._forget(rank, lambda held: held > step)
             self.history(rank).truncate(step)
 
     def release(self, rank: Rank) -> None:
-        """Frees everything held for a rank that is neither run nor mirrored here any more."""
+        """Free everything held for a rank that is neither run nor mirrored here any more."""
         with self._lock:
             self.recordings.pop(rank, None)
             self.histories.pop(rank, None)
@@ -204,12 +198,10 @@ class SnapshotStore:
         """Call `tell(rank, step)` for every snapshot found corrupt, which is no holding any more. Thread: any."""
         self._on_corrupt.append(tell)
 
-    def check_read(self, read: Snapshot, sums: tuple[Digest, ...]) -> None:
-        """Checks that the payload of `read`, whose frames gave `sums`, is what was staged.
+    def check_read(self, read: Snapshot, sums: Sums) -> None:
+        """Check that the payload of `read`, whose frames gave `sums`, is what was staged.
 
-        Costs nothing in training, because transfers compute these checksums anyway. The first ones of a header are
-        remembered. A corrupt snapshot is told of and no holding any more.
-
+        The first checksums of a header are remembered. A corrupt snapshot is told of and no holding any more.
         Raises: NotHeld if it was overwritten meanwhile; CorruptSnapshot.
         """
         rank, step = read.header.rank, read.header.step
@@ -240,7 +232,7 @@ class SnapshotStore:
 
     def has_slots(self, rank: Rank) -> bool:
         """Return whether slots of `rank` are here or being made: available memory is less by (some of) them already."""
-        return any(rank in slots for slots in (self.maker.ranks, self._own, self._mirrored, self._prepared))
+        return self.maker.makes(rank) or any(rank in slots for slots in (self._own, self._mirrored, self._prepared))
 
     def create_own(self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: GoingOn = goes_on) -> SlotPair:
         """Do `make_own` for a rank that runs on this node (its worker gets the descriptor). Replaces what was held."""
@@ -249,12 +241,11 @@ class SnapshotStore:
         return pair
 
     def make_own(self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: GoingOn = goes_on) -> SlotPair:
-        """Get slots, the caller's until it has them adopted or puts them back: prepared ones, also if they are still
-        being made, or new ones.
+        """Get slots, the caller's until it has them adopted or puts them back: prepared ones, or new ones.
 
-        Raises: MemoryShortage, what `going_on` raises. Blocks: about 0.6 s per GiB.
+        Raises: MemoryShortage, what `going_on` raises. Blocks: about 0.6 s per GiB; for those being prepared.
         """
-        with self._maker(rank):
+        with self._makers.setdefault(rank, threading.Lock()):
             with self._lock:
                 pair = self._prepared.pop(rank, None)
             if pair is not None:
@@ -262,10 +253,6 @@ class SnapshotStore:
                     return pair
                 pair.close()
             return self.maker.make(rank, header_bytes, payload_bytes, going_on)
-
-    def _maker(self, rank: Rank) -> threading.Lock:
-        """Return the lock for making own slots: two makers would take their memory twice."""
-        return self._makers.setdefault(rank, threading.Lock())
 
     def adopt_own(self, pair: SlotPair, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
         """Make slots with `step` in them their rank's own; at every moment they or the mirror they replace are held.
@@ -285,11 +272,8 @@ class SnapshotStore:
             self._own[pair.rank] = pair
 
     def prepare_own(self, rank: Rank, header_bytes: int, payload_bytes: int) -> None:
-        """Make slots for a rank this node may take over, because the first touch takes long. They hold nothing yet.
-
-        Raises, Blocks: as `make_own`.
-        """
-        with self._maker(rank):
+        """Make empty slots for a rank this node may take over: the first touch takes long. Raises: MemoryShortage."""
+        with self._makers.setdefault(rank, threading.Lock()):
             self.put_back(self.maker.make(rank, header_bytes, payload_bytes))
 
     def put_back(self, pair: SlotPair) -> None:
@@ -301,7 +285,6 @@ class SnapshotStore:
         free(unused)
 
     def drop_prepared(self, kept: Collection[Rank] = ()) -> None:
-        """Frees the prepared slots of all ranks but those."""
         with self._lock:
             free(*(self._prepared.pop(rank) for rank in list(self._prepared) if rank not in kept))
 
@@ -309,7 +292,7 @@ class SnapshotStore:
 
     @contextlib.contextmanager
     def writing(self, rank: Rank, timeout_s: float = WRITER_TIMEOUT_S) -> Iterator[None]:
-        """Excludes other writers of the rank's mirror. Raises: TransportError if one does not end in time."""
+        """Exclude other writers of the rank's mirror. Raises: TransportError if one does not end in time."""
         writer = self._writers.setdefault(rank, threading.Lock())
         if not writer.acquire(timeout=timeout_s):
             raise TransportError(f"another transfer of rank {rank} still runs after {timeout_s:g} s")
@@ -329,8 +312,7 @@ class SnapshotStore:
     ) -> SlotPair:
         """Get mirror slots of at least this size, the one of `step` emptied; the caller is `writing`.
 
-        Raises: StaleGeneration, MemoryShortage, what `going_on` raises; TransportError for a rank of this node.
-        Blocks: for the first touch when slots are made.
+        Raises, Blocks: as `make_own`; StaleGeneration; TransportError for a rank of this node.
         """
         unused: SlotPair | None = None
         try:
@@ -362,17 +344,10 @@ class SnapshotStore:
         return old
 
     def finish_mirror(
-        self,
-        pair: SlotPair,
-        encoded: bytes,
-        generation: Generation,
-        holding: Holding,
-        records: list[bytes],
-        sums: tuple[Digest, ...] = (),
+        self, pair: SlotPair, encoded: bytes, generation: Generation, holding: Holding, records: list[bytes], sums: Sums
     ) -> None:
-        """Seals the slot with the holding's encoded header, and appends call records that end at its step.
+        """Seal the slot with the holding's encoded header, and append call records that end at its step.
 
-        Args: sums: checksums of the payload's frames as it arrived, empty where only the header is held.
         Raises: StaleGeneration; TransportError if the rank was released.
         """
         rank, step = holding.rank, holding.step

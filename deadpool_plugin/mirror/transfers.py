@@ -1,37 +1,201 @@
-"""Transfers between the stores of this node and of others: snapshots and recordings pushed, what is asked, the server.
+"""Transfers between the stores of this node and of others: what is pushed, what is asked, and the server of both.
 
 Rules of this file: connections are made on the event loop, what goes over them blocks threads. Pushes to one node take
 turns on one connection that is made anew when it breaks (one new attempt per push). A question has a connection and a
-thread of its own, so that a swap's fetch never queues behind mirroring.
+thread of its own, so that a swap's fetch never queues behind mirroring. The server empties a slot before its first new
+byte, seals it after the last has been verified, and acknowledges after that. A refusal says why. A connection that
+broke its protocol is closed; its slot stays empty.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import socket
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
+import xxhash
 
 from ..config import Config
 from ..core.types import Generation, Holding, NodeId, Rank, Source, Step
-from ..errors import DeadpoolError, PeerRefused, TransportError
+from ..errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from ..transport.framing import ConnectionClosed
-from ..transport.handshake import Credentials, dialled
-from ..transport.sockets import Address, Port, closed_on_error
-from ..transport.tasks import begin, soon
+from ..transport.handshake import Credentials, Listener, dialled
+from ..transport.sockets import Address, Port, closed_on_error, listen_tcp
+from ..transport.tasks import Tasks, begin, soon
 from . import wire
 from .arena import SlotPair, decode_header
 from .records import HistoryPruned, NotHeld
-from .server import BulkServer
-from .store import SnapshotStore
+from .store import CorruptSnapshot, NotEntered, SnapshotStore
 from .wire import BulkStream
 
 T = TypeVar("T")
+OnMirrored = Callable[[Holding, Generation], None]
 QUEUE_MAX = 256
+BROKEN_TOLD_MAX = 32  # connections that broke the protocol that are told of
 _THREADS = 16
+_JOIN_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class BulkServer:
+    """Answers other nodes from its construction to `close`, on one low-priority thread per connection.
+
+    `on_mirrored` is called (on such a thread) after a push is sealed, before its sender knows.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        listener: socket.socket,
+        credentials: Credentials,
+        node: NodeId,
+        silent_after_s: float,
+        on_mirrored: OnMirrored,
+        on_refused: Callable[[PeerRefused], None],
+    ) -> None:
+        self._store, self._on_mirrored, self._silent_after_s = store, on_mirrored, silent_after_s
+        self._shortly_s = silent_after_s / 4  # whoever pushes must have an answer before it is out of patience
+        self._broken, self._closing = 0, False
+        self._lock, self._tasks = threading.Lock(), Tasks()
+        self._served: dict[BulkStream, threading.Thread] = {}
+        self._listener = Listener(listener, wire.PURPOSE, credentials, node, self._welcome, on_refused, silent_after_s)
+        self.address: Address = self._listener.address
+        self._tasks.start(self._listener.serve(self._tasks))
+        store.on_fence(self._cut_older)
+
+    async def _welcome(self, sock: socket.socket, peer: NodeId) -> None:
+        with closed_on_error(sock):
+            stream = BulkStream(sock, self._silent_after_s)
+            thread = threading.Thread(target=self._serve, args=(stream,), name="bulk-serve", daemon=True)
+            with self._lock:
+                self._served[stream] = thread
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads now: whoever asked tries again
+                del self._served[stream]
+                raise TransportError(f"no thread can be had for it: {error}") from error
+
+    def _serve(self, stream: BulkStream) -> None:
+        wire.lower_priority()
+        try:
+            while not self._closing:
+                self._answer(stream, stream.recv(wire.AnyRequest, idle=True))
+        except ConnectionClosed as error:
+            _log.debug("%s", error)
+        except (TransportError, OSError) as error:
+            if not self._closing and self._broken < BROKEN_TOLD_MAX:
+                self._broken += 1
+                _log.warning("bulk connection ended: %s", error)
+        finally:
+            stream.close()
+            with self._lock:
+                del self._served[stream]
+
+    def _answer(self, stream: BulkStream, request: wire.AnyRequest) -> None:
+        store = self._store
+        try:
+            match request:
+                case wire.Push():
+                    self._receive_push(stream, request)
+                case wire.PushRecording():
+                    store.await_entry(request.generation, self._shortly_s)
+                    store.put_recording(request.rank, request.recording, request.generation)
+                    stream.send(wire.Done())
+                case wire.GetRecording():
+                    stream.send_records([store.recording(request.rank)])
+                case wire.GetHistory():
+                    stream.send_records(store.history(request.rank).get(request.first, request.last))
+                case wire.GetHeader():
+                    stream.send_records([store.readable(request.rank, request.step, payload=False).encoded])
+                case wire.GetPayload():
+                    self._send_payload(stream, request)
+        except ConnectionClosed:
+            raise
+        except TransportError as error:  # the stream may be in the middle of a transfer: say why, and end it
+            stream.send(wire.Refusal(str(error)))
+            raise
+        except DeadpoolError as error:
+            elsewhere = isinstance(error, StaleGeneration | NotEntered)
+            stream.send(wire.Refusal(str(error), in_another_generation=elsewhere))
+
+    def _send_payload(self, stream: BulkStream, request: wire.GetPayload) -> None:
+        snapshot = self._store.readable(request.rank, request.step, payload=True)
+        found = (snapshot.header.layout_hash, snapshot.header.payload_bytes)
+        asked = (request.layout_hash, request.payload_bytes)
+        if found != asked:
+            raise NotHeld(f"rank {request.rank}, step {request.step} is laid out {found}, asked is {asked}")
+        stream.send(wire.Ready(), more=True)
+        with contextlib.suppress(NotHeld, CorruptSnapshot):  # which whoever asked is told
+            stream.send_payload(snapshot.payload, lambda sums: self._store.check_read(snapshot, sums))
+
+    def _receive_push(self, stream: BulkStream, push: wire.Push) -> None:
+        rank, step, digest = push.rank, push.step, xxhash.xxh3_64_intdigest(push.header)
+        self._store.await_entry(push.generation, self._shortly_s)
+        with self._store.writing(rank, self._shortly_s):
+            held = self._store.already_mirrored(rank, step, digest, push.with_payload)
+            if held is None or held.replicas != push.replicas:
+                held = self._receive_snapshot(stream, push)
+                if held is None:
+                    return
+        self._on_mirrored(held, push.generation)
+        stream.send(wire.Done())
+
+    def _receive_snapshot(self, stream: BulkStream, push: wire.Push) -> Holding | None:
+        """Fill and seal the slot; None if the sender abandoned it."""
+        store, generation, header = self._store, push.generation, decode_header(push.header, push.rank, push.step)
+        size = header.payload_bytes if push.with_payload else 0
+        told = time.monotonic()
+
+        def going_on() -> None:
+            nonlocal told
+            store.check_generation(generation)
+            if time.monotonic() - told >= self._shortly_s:
+                stream.send(wire.Wait())
+                told = time.monotonic()
+
+        pair = store.begin_mirror(push.rank, push.step, generation, push.header_bytes, size, going_on)
+        stream.generation = generation
+        try:
+            store.check_generation(generation)  # a fence that has come before cuts nothing here
+            history = store.history(push.rank)
+            stream.send(wire.Ready(min(history.last, push.step - 1) if history.first < push.step else -1))
+            records = stream.recv_records()
+            sums = stream.recv_payload(pair.payload(push.step)[:size], lambda: store.check_generation(generation))
+            holding = Holding(push.rank, push.step, push.with_payload, push.replicas, header.paired)
+            store.finish_mirror(pair, push.header, generation, holding, records, sums)
+            return holding
+        except wire.RefusedByPeer as error:
+            _log.debug("abandoned: %s", error)
+            return None
+        except StaleGeneration as error:
+            raise TransportError(str(error)) from error
+        finally:
+            stream.generation = None
+
+    def _cut_older(self, generation: Generation) -> None:
+        with self._lock:
+            for stream in self._served:
+                if stream.generation is not None and stream.generation < generation:
+                    stream.cut()
+
+    async def close(self) -> None:
+        """End all connections, and wait a few seconds at most for their threads."""
+        self._closing = True
+        await self._tasks.end()
+        self._listener.close()
+        with self._lock:
+            served = dict(self._served)
+        for stream in served:
+            stream.cut()
+        for thread in served.values():
+            await asyncio.to_thread(thread.join, _JOIN_S)
 
 
 class TransferFailed(DeadpoolError):
@@ -39,7 +203,7 @@ class TransferFailed(DeadpoolError):
 
 
 class SnapshotPush(msgspec.Struct, frozen=True):
-    """An own snapshot to be mirrored. `records`: those of `step`; earlier ones that the peer lacks go along."""
+    """An own snapshot to be mirrored."""
 
     rank: Rank
     step: Step
@@ -47,7 +211,7 @@ class SnapshotPush(msgspec.Struct, frozen=True):
     with_payload: bool
     replicas: tuple[Rank, ...]
     layout_hash: str
-    records: bytes
+    records: bytes  # of `step`; earlier ones that the peer lacks go along
 
 
 class _Peer:
@@ -94,17 +258,12 @@ class BulkTransfers:
         self._peers: dict[NodeId, _Peer] = {}
         self._server: BulkServer | None = None
 
-    def serve(
-        self, on_mirrored: Callable[[Holding, Generation], None], on_refused: Callable[[PeerRefused], None]
-    ) -> Port:
-        """Let other nodes mirror and ask here, at the port that is returned. Raises: ConfigError.
-
-        `on_mirrored` is called for each snapshot that has arrived whole, before its sender is told.
-        """
+    def serve(self, on_mirrored: OnMirrored, on_refused: Callable[[PeerRefused], None]) -> Port:
+        """Let other nodes mirror and ask here, at the port that is returned. Raises: ConfigError."""
         loop = asyncio.get_running_loop()
         self._server = BulkServer(
-            self._store, self._credentials, *self._bind, lambda *mirrored: soon(loop, on_mirrored, *mirrored),
-            self._node, self._silent_after_s, on_refused,
+            self._store, listen_tcp(*self._bind), self._credentials, self._node, self._silent_after_s,
+            lambda *mirrored: soon(loop, on_mirrored, *mirrored), on_refused,
         )  # fmt: skip
         return self._server.address[1]
 

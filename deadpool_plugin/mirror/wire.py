@@ -20,22 +20,20 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import xxhash
 
-from ..core.types import Count, Digest, Generation, Rank, Step
+from ..core.types import Count, Generation, Rank, Step
 from ..errors import CorruptFrame, TransportError
 from ..transport.framing import ConnectionClosed, why_unreadable
 from ..transport.sockets import remote_name, tune
+from .arena import Sums
 
 FRAME_BYTES = 4 << 20
-Sums = tuple[Digest, ...]
-"""xxh3 of every frame of a payload, in order; none where only the header is held."""
 MESSAGE_BYTES_MAX = 1 << 30
 RECORDS_BYTES_MAX = MESSAGE_BYTES_MAX // 2
 PURPOSE = "bulk"
 _PREFIX = struct.Struct("!4sIQ")  # magic, length of the message, its xxh3
 _MAGIC = b"DPms"
 _PIECE_BYTES = 16 * FRAME_BYTES  # what one system call sends or receives
-SLOWEST_BYTES_PER_S = 1 << 16
-"""A peer that sends or accepts less than this, for longer than its patience, holds a thread for nothing."""
+SLOWEST_BYTES_PER_S = 1 << 16  # a peer that sends or accepts less for longer than its patience holds a thread in vain
 _SUSPECT = "they are not used; if it happens again, suspect the network card or memory of either host"
 _NICE = 10
 T = TypeVar("T")
@@ -47,14 +45,14 @@ class BulkMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Push(BulkMessage, frozen=True):
-    """Followed, if the answer is Ready, by Records, the payload, and Sealed or Refusal. `header`: encoded."""
+    """Followed, if the answer is Ready, by Records, the payload, and Sealed or Refusal."""
 
     rank: Rank
     step: Step
     generation: Generation
     replicas: tuple[Rank, ...]
     header_bytes: Size
-    header: bytes
+    header: bytes  # encoded
     with_payload: bool
 
 
@@ -65,24 +63,18 @@ class PushRecording(BulkMessage, frozen=True):
 
 
 class GetRecording(BulkMessage, frozen=True):
-    """Answered by Records, the recording being the only one."""
-
-    rank: Rank
+    rank: Rank  # the answer is one record
 
 
 class GetHistory(BulkMessage, frozen=True):
-    """Answered by the Records of first..last."""
-
     rank: Rank
     first: Step
-    last: Step
+    last: Step  # included in the answer
 
 
 class GetHeader(BulkMessage, frozen=True):
-    """Answered by Records, the encoded header being the only one."""
-
     rank: Rank
-    step: Step
+    step: Step  # the answer is one record, the encoded header
 
 
 class GetPayload(BulkMessage, frozen=True):
@@ -95,9 +87,7 @@ class GetPayload(BulkMessage, frozen=True):
 
 
 class Ready(BulkMessage, frozen=True):
-    """Go on. `history_last`: newest step before the pushed one whose records are held."""
-
-    history_last: Step = -1
+    history_last: Step = -1  # newest step before the pushed one whose records are held
 
 
 class Wait(BulkMessage, frozen=True):
@@ -109,26 +99,23 @@ class Done(BulkMessage, frozen=True):
 
 
 class Refusal(BulkMessage, frozen=True):
-    """The answer is no; or, after a payload: its source changed while it was sent, throw it away.
-
-    `in_another_generation`: the asked node is in another one than what was sent.
-    """
+    """The answer is no; or, after a payload: its source changed while it was sent, throw it away."""
 
     reason: str
-    in_another_generation: bool = False
+    in_another_generation: bool = False  # the asked node is in another one than what was sent
 
 
 class Sealed(BulkMessage, frozen=True):
-    """The source did not change while it was sent. `sums`: of the payload's frames, as they were sent."""
+    """The source did not change while it was sent."""
 
-    sums: Sums = ()
+    sums: Sums = ()  # of the payload's frames, as they were sent
 
 
 class Records(BulkMessage, frozen=True):
-    """Call records, or what else is asked for. `more`: others follow."""
+    """Call records, or what else is asked for."""
 
     records: list[bytes]
-    more: bool
+    more: bool  # others follow
 
 
 AnyRequest = Push | PushRecording | GetRecording | GetHistory | GetHeader | GetPayload
@@ -144,7 +131,7 @@ class InAnotherGeneration(RefusedByPeer):
 
 
 def lower_priority() -> None:
-    """Puts the calling thread behind training and heartbeats."""
+    """Put the calling thread behind training and heartbeats."""
     with contextlib.suppress(PermissionError):  # the whole job is nicer than that already
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
@@ -158,8 +145,7 @@ class BulkStream:
     def __init__(self, sock: socket.socket, silent_after_s: float) -> None:
         self.address = remote_name(sock)
         self._sock, self._silent_after_s = sock, silent_after_s
-        self.generation: Generation | None = None
-        """That of the push which is being received."""
+        self.generation: Generation | None = None  # that of the push which is being received
         tune(sock, silent_after_s)
         sock.settimeout(None)
         limit = struct.pack("ll", int(silent_after_s), int(silent_after_s % 1 * 1e6))
@@ -245,7 +231,7 @@ class BulkStream:
         return reply
 
     def send_records(self, records: Sequence[bytes]) -> None:
-        """Send call records in as many messages as they need."""
+        """Send records in as many messages as they need."""
         while len(records) > (fitting := how_many_fit(records)):
             self.send(Records([*records[:fitting]], True), more=True)
             records = records[fitting:]
@@ -272,7 +258,7 @@ class BulkStream:
         self.send(Sealed(sums))
 
     def recv_payload(self, view: memoryview, check: Callable[[], None]) -> Sums:
-        """Fills `view` with what `send_payload` sends; `check` may raise before each piece. Returns: its checksums.
+        """Fill `view` with what `send_payload` sends; `check` may raise before each piece. Returns: its checksums.
 
         Raises: CorruptFrame; RefusedByPeer if its source changed.
         """
@@ -291,7 +277,7 @@ class BulkStream:
         return sums
 
     def cut(self) -> None:
-        """Ends whatever the connection's thread waits for."""
+        """End whatever the connection's thread waits for."""
         with contextlib.suppress(OSError):  # it has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""Bulk transfers between simulated hosts: the contract of mirror/transfers.py and server.py.
+"""Bulk transfers between simulated hosts: the contract of mirror/transfers.py.
 
 Rules of this file: pushes to one node go one after the other; questions do not queue behind them. A connection that
 carries nothing for the job's patience fails, as does one whose bytes fail their checksum; one to a node whose processes

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from deadpool_plugin.agent.links import Links
 from deadpool_plugin.agent.reports import Reports, named
 from deadpool_plugin.agent.world import Place, described, form_world, rack_named, spare_nodes, worker_env
 from deadpool_plugin.cli.jobview import JobView
+from deadpool_plugin.config import Config
 from deadpool_plugin.core import api
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
@@ -57,17 +59,17 @@ def test_wrong_spares(spares):
 
 
 def test_ranks_are_numbered_over_the_active_nodes():
-    world = form_world([hello(node) for node in range(4)], ["b"])
+    world = form_world([hello(node) for node in range(4)], Config(spares=["b"]))
     assert world.node_of == (0, 0, 2, 2, 3, 3) and world.spares == (1,) and world.generation == 0
     assert described(world, HOSTS)[1] == "node 1 b.lan: spare"
-    env = worker_env(Place(2, 4, 2, "m", 5), world, 3, 2, 1, "10.0.0.3")
+    env = worker_env(Place(2, 4, 2, "m", 5), world, 3, 1, "10.0.0.3")
     assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_SIZE"]) == ("3", "6", "1", "2")
     assert (env["CROSS_RANK"], env["CROSS_SIZE"], env["MASTER_ADDR"]) == ("1", "3", "m")
 
 
 def test_racks_are_named_by_host_or_index():
     racks = {"left": ["a", "1", "host-that-joins-later"], "right": ["c.lan"]}
-    world = form_world([hello(node) for node in range(4)], 1, racks, copies=1)
+    world = form_world([hello(node) for node in range(4)], Config(spares=1, racks=racks))
     assert dict(world.racks) == {0: "left", 1: "left", 2: "right"}
     assert [world.rack_of(node) for node in (2, 3)] == ["rack right", "node 3"]
     assert 1 not in world.mirrors[0] and 0 not in world.mirrors[1]
@@ -86,7 +88,7 @@ def test_racks_are_named_by_host_or_index():
 )
 def test_nodes_that_do_not_fit_together(change, said):
     with pytest.raises(ConfigError, match=said):
-        form_world([hello(0), hello(1), hello(2, **change), hello(3)], 1)
+        form_world([hello(0), hello(1), hello(2, **change), hello(3)], Config(spares=1))
 
 
 # ---- output
@@ -326,6 +328,12 @@ def test_a_jobs_files_stay_within_a_bound_and_nothing_of_its_fate_is_lost(tmp_pa
     assert isinstance(max(stands, key=lambda event: event.time), events.Protected)
     assert max(event.step for event in found if isinstance(event, events.StepDone)) == 3999
     assert max(event.step for event in found if isinstance(event, events.StepCommitted)) == 3999
+
+
+@pytest.mark.parametrize(("kind", "said"), reports_module.SENTENCES.items())
+def test_a_sentence_names_what_its_event_has(kind, said):
+    named = {field for _, field, _, _ in string.Formatter().parse(said) if field is not None}
+    assert named <= {f"0.{field}" for field in kind.__struct_fields__}
 
 
 @pytest.mark.parametrize(

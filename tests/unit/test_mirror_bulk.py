@@ -22,11 +22,10 @@ from deadpool_plugin.core import local, messages
 from deadpool_plugin.core.types import Holding, Source
 from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from deadpool_plugin.mirror import transfers, wire
-from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader, decode_header
-from deadpool_plugin.mirror.server import BulkServer
+from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader, Sums, decode_header
 from deadpool_plugin.mirror.store import SnapshotStore
-from deadpool_plugin.mirror.transfers import BulkTransfers, SnapshotPush
-from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream, InAnotherGeneration, RefusedByPeer, Sums
+from deadpool_plugin.mirror.transfers import BulkServer, BulkTransfers, SnapshotPush
+from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream, InAnotherGeneration, RefusedByPeer
 from deadpool_plugin.transport import handshake, join_protocol, rendezvous
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.handshake import Credentials
@@ -104,15 +103,9 @@ class Node:
 
     def serve(self, port_range: tuple[int, int] | None = None) -> None:
         async def begin() -> BulkServer:
-            return BulkServer(
-                self.store,
-                self.credentials,
-                "127.0.0.1",
-                port_range,
-                lambda *told: self.mirrored.put(told),
-                silent_after_s=WAIT_S,
-                on_refused=self.refused.put,
-            )
+            listener = listen_tcp("127.0.0.1", port_range)
+            mirrored, refused = self.mirrored.put, self.refused.put
+            return BulkServer(self.store, listener, self.credentials, 0, WAIT_S, lambda *told: mirrored(told), refused)
 
         self.server = self.on_loop(begin())
 

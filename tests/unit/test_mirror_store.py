@@ -81,7 +81,7 @@ def test_a_mirror_keeps_headers_when_it_needs_room_for_payloads() -> None:
     assert source is not None
     encoded = present(source.sealed(4)).encoded
     small = store.begin_mirror(0, 4, 0, 4096, 0)
-    store.finish_mirror(small, encoded, 0, Holding(0, 4, False, (0, 1)), [b"a", b"b"])
+    store.finish_mirror(small, encoded, 0, Holding(0, 4, False, (0, 1)), [b"a", b"b"], ())
     assert store.history(0).get(3, 4) == [b"a", b"b"]
     large = store.begin_mirror(0, 5, 0, 4096, 64)
     assert large.payload_bytes == 64
@@ -307,7 +307,7 @@ def test_own_slots_replace_a_mirror_only_with_their_step_in_them() -> None:
     staged(origin, 0, 4)
     encoded = present(present(origin.own(0)).sealed(4)).encoded
     mirror = store.begin_mirror(0, 4, 0, 4096, 64)
-    store.finish_mirror(mirror, encoded, 0, Holding(0, 4, True, (0,)), [b"records"])
+    store.finish_mirror(mirror, encoded, 0, Holding(0, 4, True, (0,)), [b"records"], ())
     pair = store.make_own(0, 4096, 64)
     with pytest.raises(TransportError, match="do not hold step 4"):
         store.adopt_own(pair, 4, 0, (0,))

@@ -48,12 +48,10 @@ class Workers(StandIn):
         super().__init__(agent_workers.Workers)
         self.meanwhile = meanwhile
 
-    async def output_of(self, rank, step):
+    async def take(self, slot, process, step):
         self.meanwhile()
-        return None, {}
-
-    def take(self, slot, file, printed, step):
-        slot.process.took_over = True
+        process.took_over = True
+        return True
 
 
 def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:

@@ -42,7 +42,7 @@ def taken_over(writer: Writer, output_dir, may_open: threading.Event | None = No
         read_end, write_end = os.pipe()
         slot = Slot(0, rank=5, process=Process(1, 5, rehearses=True), pipe=Pipe(read_end, writer))
         workers = workers_of(threaded(writer), output_dir, slot)
-        workers.take(slot, *await workers.output_of(5, 7), 7)
+        assert await workers.take(slot, present(slot.process), 7)
         os.write(write_end, b"a line\n")
         os.close(write_end)
         await asyncio.wait_for(present(slot.pipe).ended.wait(), 60)
