@@ -275,7 +275,7 @@ class Agent:
             case api.StartWorkers():
                 self._workers.start_groups(action.world.generation, action.store)
             case api.StartRehearsal():
-                self._takeovers.order(action.local_slot, action.rank, action.source)
+                self._takeovers.order(self._node.slots[action.local_slot], action.rank, action.source)
             case api.Commit(step=step):
                 self._workers.commit(step)
                 self._takeovers.committed(step)

@@ -34,9 +34,8 @@ _RETRY_S = 0.2
 
 @dataclass(eq=False)
 class Rehearsal:
-    """One slot's rehearsal of one rank. `history` is what has been pulled; `told` the newest step its process knows."""
+    """A process's rehearsal of its rank. `history` is what has been pulled; `told` the newest step it knows."""
 
-    slot: Slot
     process: Process
     profile: local.RankReady
     source: NodeId
@@ -51,13 +50,9 @@ class Rehearsal:
         return self.process.rank
 
     @property
-    def alive(self) -> bool:
-        return self.slot.living is self.process
-
-    @property
     def listener(self) -> LocalPeer | None:
         """The connection to its process, None if it can be told nothing."""
-        return self.process.peer if self.alive else None
+        return None if self.process.ended else self.process.peer
 
     async def tell(self) -> None:
         """Pass on to the process what it does not know yet, as fast as it reads. Raises: HistoryPruned."""
@@ -78,15 +73,14 @@ class TakeOvers:
         self._store, self._taking = node.host.store, Tasks()
         self._committed: Step = NO_STEP
         self._said_at, self._said_of = 0.0, -1
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._ordered: dict[int, Rank] = {}  # the next rehearsal of each slot, until it has begun
-        self.rehearsals: dict[int, Rehearsal] = {}
+        self._tasks: dict[Slot, asyncio.Task[None]] = {}
+        self._ordered: dict[Slot, Rank] = {}  # the next rehearsal of each slot, until it has begun
+        self.rehearsals: dict[Slot, Rehearsal] = {}
 
     # ---- rehearsals
 
-    def order(self, local_slot: int, rank: Rank, source: NodeId) -> None:
-        self._ordered[local_slot] = rank
-        slot = self._node.slots[local_slot]
+    def order(self, slot: Slot, rank: Rank, source: NodeId) -> None:
+        self._ordered[slot] = rank
         self._run(slot, self._begin_in_time(slot, rank, source))
 
     def replace(self, slot: Slot) -> None:
@@ -96,10 +90,10 @@ class TakeOvers:
 
     def _run(self, slot: Slot, work: Coroutine[None, None, None]) -> None:
         self._stop_following(slot)
-        self._tasks[slot.local_rank] = asyncio.get_running_loop().create_task(work)
+        self._tasks[slot] = asyncio.get_running_loop().create_task(work)
 
     def _stop_following(self, slot: Slot) -> None:
-        task = self._tasks.pop(slot.local_rank, None)
+        task = self._tasks.pop(slot, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
@@ -111,7 +105,7 @@ class TakeOvers:
                 return
             except DeadpoolError as error:  # who has come to run the rank just now may not hold its recording yet
                 if not isinstance(error, RefusedByPeer) or loop_time() - began >= self._node.config.patience_s:
-                    self._ordered.pop(slot.local_rank, None)
+                    self._ordered.pop(slot, None)
                     return self._fail(slot, rank, str(error))
             await asyncio.sleep(_RETRY_S)
 
@@ -120,18 +114,18 @@ class TakeOvers:
         profile = await self._mirroring.recording(source, rank)
         process = self._workers.order(slot, rank, rehearses=True)
         history = CallHistory(self._node.config.history_limit_bytes)
-        rehearsal = self.rehearsals[slot.local_rank] = Rehearsal(slot, process, profile, source, history)
-        self._ordered.pop(slot.local_rank, None)
-        self._drop_unused()
+        rehearsal = self.rehearsals[slot] = Rehearsal(process, profile, source, history)
+        self._settle(slot)
         return rehearsal
 
-    def _drop_unused(self) -> None:
-        self._store.drop_prepared({other.rank for other in self.rehearsals.values() if other.alive})
+    def _settle(self, slot: Slot) -> None:
+        self._ordered.pop(slot, None)
+        self._store.drop_prepared({other.rank for other in self.rehearsals.values() if not other.process.ended})
 
     def _of(self, slot: Slot, rank: Rank | None = None) -> Rehearsal | None:
         """Return the rehearsal (of `rank`) that is under way or done in `slot`, if its process lives."""
-        rehearsal = self.rehearsals.get(slot.local_rank)
-        return rehearsal if rehearsal and rehearsal.alive and rank in (None, rehearsal.rank) else None
+        rehearsal = self.rehearsals.get(slot)
+        return rehearsal if rehearsal and not rehearsal.process.ended and rank in (None, rehearsal.rank) else None
 
     def introduced(self, slot: Slot, peer: LocalPeer, message: local.WorkerHello) -> None:
         if (rehearsal := self._of(slot, message.rank)) is not None:
@@ -162,21 +156,19 @@ class TakeOvers:
 
     async def _prepare(self, rehearsal: Rehearsal) -> None:
         rank, profile = rehearsal.rank, rehearsal.profile
+        shape = rank, profile.header_bytes, profile.payload_bytes
         try:
-            await self._node.host.in_thread(
-                lambda: self._store.prepare_own(rank, profile.header_bytes, profile.payload_bytes)
-            )
+            await self._node.host.in_thread(lambda: self._store.prepare_own(*shape))
         except DeadpoolError as error:
             self._node.reports.emit(events.Note(text=f"no arena for rank {rank} beforehand: {error}"))
         await self._follow(rehearsal)
 
     def committed(self, step: Step) -> None:
         self._committed = max(self._committed, step)
-        for rehearsal in self.rehearsals.values():
-            task = self._tasks.get(rehearsal.slot.local_rank)
-            follows = rehearsal.finished.is_set() and rehearsal.alive and rehearsal.slot.rank < 0
-            if follows and (task is None or task.done()):
-                self._run(rehearsal.slot, self._follow(rehearsal))
+        for slot, rehearsal in self.rehearsals.items():
+            task, follows = self._tasks.get(slot), rehearsal.finished.is_set() and slot.rank < 0
+            if follows and not rehearsal.process.ended and (task is None or task.done()):
+                self._run(slot, self._follow(rehearsal))
 
     async def _follow(self, rehearsal: Rehearsal) -> None:
         try:
@@ -244,21 +236,18 @@ class TakeOvers:
     def swapped(self, owners: tuple[NodeId, ...], restore_step: Step) -> None:
         """Enter a new world, back at `restore_step`: its nodes are the sources from now on."""
         self._committed = NO_STEP
-        for number, rank in self._ordered.items():
-            slot = self._node.slots[number]
+        for slot, rank in self._ordered.items():
             self._run(slot, self._begin_in_time(slot, rank, owners[rank]))
-        for number, rehearsal in list(self.rehearsals.items()):
-            if number in self._ordered:
-                continue
-            slot, rank = rehearsal.slot, rehearsal.rank
+        for slot, rehearsal in [item for item in self.rehearsals.items() if item[0] not in self._ordered]:
+            source = owners[rehearsal.rank]
             self._stop_following(slot)
             if rehearsal.told > restore_step:
                 # A process cannot go back, so another one begins. A plan goes behind what was committed only if more
                 # was lost than `copies` cover.
-                del self.rehearsals[number]
-                self._run(slot, self._begin_in_time(slot, rank, owners[rank]))
+                del self.rehearsals[slot]
+                self._run(slot, self._begin_in_time(slot, rehearsal.rank, source))
             else:
-                rehearsal.source = owners[rank]
+                rehearsal.source = source
                 rehearsal.history.truncate(restore_step)
 
     def drop(self) -> None:
@@ -266,9 +255,8 @@ class TakeOvers:
         self.cancel()
         self.rehearsals.clear()
         self._ordered.clear()
-        for task in self._tasks.values():
-            task.cancel()
-        self._tasks.clear()
+        for slot in self._node.slots:
+            self._stop_following(slot)
 
     # ---- plans
 
@@ -369,6 +357,5 @@ class TakeOvers:
     def done(self, slot: Slot) -> None:
         """Let go of the slot, whose process takes over and rehearses no other rank."""
         self._stop_following(slot)
-        self._ordered.pop(slot.local_rank, None)
-        self.rehearsals.pop(slot.local_rank, None)
-        self._drop_unused()
+        self.rehearsals.pop(slot, None)
+        self._settle(slot)

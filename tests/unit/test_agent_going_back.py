@@ -46,7 +46,7 @@ def rehearsing(slot: Slot, rank: int, told: int) -> Rehearsal:
     history = CallHistory(100_000)
     for step in range(told + 1):
         history.append(step, b"records of %d" % step)
-    return Rehearsal(slot, slot.process, stand_in(local.RankReady), source=0, history=history, told=told)
+    return Rehearsal(slot.process, stand_in(local.RankReady), source=0, history=history, told=told)
 
 
 def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
@@ -60,14 +60,14 @@ def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
             begun.append((slot.local_rank, rank, source))
 
         takeovers.begin = begin
-        takeovers.rehearsals = {0: rehearsing(slots[0], 0, told=9), 1: rehearsing(slots[1], 1, told=7)}
+        takeovers.rehearsals = {slots[0]: rehearsing(slots[0], 0, told=9), slots[1]: rehearsing(slots[1], 1, told=7)}
         takeovers.swapped((5, 6), restore_step=7)
         await asyncio.gather(*takeovers._tasks.values())
         return begun, takeovers
 
     begun, takeovers = asyncio.run(scenario())
     assert begun == [(0, 0, 5)], "the other one has followed no further than the job went back"
-    assert list(takeovers.rehearsals) == [1] and takeovers.rehearsals[1].source == 6
+    assert {slot.local_rank: one.source for slot, one in takeovers.rehearsals.items()} == {1: 6}
 
 
 class Reader:

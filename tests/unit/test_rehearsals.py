@@ -76,9 +76,9 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
             slot = Slot(number)
             slot.process = Process(order=1, rank=6 + number, rehearses=True)
             profile = local.RankReady(0, 4096, 64, "", (6 + number,), b"")
-            takeovers.rehearsals[number] = Rehearsal(slot, slot.process, profile, source=3, history=CallHistory(1000))
-        for number, rehearsal in takeovers.rehearsals.items():
-            takeovers.rehearsed(rehearsal.slot, local.Rehearsed(6 + number, 1.0))
+            takeovers.rehearsals[slot] = Rehearsal(slot.process, profile, source=3, history=CallHistory(1000))
+        for slot in takeovers.rehearsals:
+            takeovers.rehearsed(slot, local.Rehearsed(6 + slot.local_rank, 1.0))
         await asyncio.gather(*takeovers._tasks.values())
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))
@@ -120,11 +120,10 @@ class Connection:
 def following(told: int, slot: Slot) -> tuple[TakeOvers, Rehearsal]:
     takeovers = takeovers_of(local_node(host(stand_in(SnapshotStore)), slots=[slot], node=5))
     slot.process = Process(order=1, rank=6, rehearses=True)
-    rehearsal = Rehearsal(
-        slot, slot.process, local.RankReady(0, 4096, 64, "", (6,), b""), 3, CallHistory(1 << 20), told=told
-    )
+    profile = local.RankReady(0, 4096, 64, "", (6,), b"")
+    rehearsal = Rehearsal(slot.process, profile, 3, CallHistory(1 << 20), told=told)
     rehearsal.finished.set()
-    takeovers.rehearsals[0] = rehearsal
+    takeovers.rehearsals[slot] = rehearsal
     return takeovers, rehearsal
 
 
@@ -159,7 +158,7 @@ def test_a_process_that_takes_over_rehearses_nothing_else_in_the_next_swap():
     async def scenario():
         slot = Slot(0)
         takeovers, _ = following(3, slot)
-        takeovers._ordered[0] = 9
+        takeovers._ordered[slot] = 9
         takeovers.done(slot)
         takeovers.swapped(tuple(range(10)), 3)
         return takeovers._tasks
@@ -194,8 +193,8 @@ def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
     """The order was cut off for the sake of the dead process before it, and nobody orders the same again."""
 
     async def scenario():
-        takeovers, _ = following(7, Slot(0))
-        slot = takeovers.rehearsals[0].slot
+        slot = Slot(0)
+        takeovers, _ = following(7, slot)
         present(slot.process).ended = True
         begun, asked = asyncio.Event(), []
 
@@ -204,7 +203,7 @@ def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
             await begun.wait()
 
         takeovers.begin = begin
-        takeovers.order(0, 6, 1)
+        takeovers.order(slot, 6, 1)
         await asyncio.sleep(0)
         takeovers.swapped((0, 0, 1, 1, 2, 2, 3, 3), 9)
         begun.set()

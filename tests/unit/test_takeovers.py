@@ -61,9 +61,8 @@ def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
         process = Process(1, 0, rehearses=True)
         slot, peer = Slot(0, rank=0, process=process), Peer(process)
         process.peer = cast(LocalPeer, peer)
-        rehearsal = Rehearsal(
-            slot, process, stand_in(local.RankReady), 0, cast(CallHistory, types.SimpleNamespace(last=-1))
-        )
+        history = cast(CallHistory, types.SimpleNamespace(last=-1))
+        rehearsal = Rehearsal(process, stand_in(local.RankReady), 0, history)
         store = SnapshotStore()
         store.fence(PLAN.world.generation)
         store.create_own(0, 4096, 0)
@@ -71,7 +70,7 @@ def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
         mirroring = stand_in(Mirroring)
         node = local_node(host(store), slots=[slot])
         takeovers = TakeOvers(node, workers, mirroring)
-        takeovers.rehearsals[0] = rehearsal
+        takeovers.rehearsals[slot] = rehearsal
 
         async def bring(*arguments):
             pass
@@ -126,9 +125,7 @@ def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
         mirroring.bring, takeovers.pull = bring, pull
         process, history = Process(1, 0, rehearses=True), cast(CallHistory, types.SimpleNamespace())
         with pytest.raises(TransportError, match="refused"):
-            await takeovers._bring(
-                PLAN.restore_step, Source(0, 2, 2, 0), Rehearsal(Slot(0), process, PROFILE, 0, history)
-            )
+            await takeovers._bring(PLAN.restore_step, Source(0, 2, 2, 0), Rehearsal(process, PROFILE, 0, history))
         await asyncio.sleep(0)
         gc.collect()
         return unhandled
