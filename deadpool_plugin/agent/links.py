@@ -179,6 +179,9 @@ class Links:
         self.gone(node)
         self._node.feed(api.LinkLost(node, reason, silent=node in self.mesh.silent))
 
+    def _still_silent(self, node: NodeId, reason: str) -> None:
+        self._node.feed(api.LinkLost(node, reason, silent=True, still=True))
+
     def _refused(self, error: PeerRefused) -> None:
         self._node.reports.emit(events.PeerRefused(address=error.address, reason=str(error)))
 
