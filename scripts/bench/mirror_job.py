@@ -130,11 +130,13 @@ class Guards:
         """Count collectives (as after a swap) if it is `counted`; take no digests of batches if it is `undigested`."""
         import torch.distributed as dist
 
+        from deadpool_plugin.transport.flight_recorder import FlightRecorder
+
         self._proof.digest = (lambda value: 1) if variant == "undigested" else self._digest
         groups = dist.group.WORLD._runtime.groups  # type: ignore[union-attr]
         groups.begin_counting()
         if variant != "counted":
-            groups._books = None
+            groups._flight_recorder = FlightRecorder(memoryview(b""), 0, ())
             for handle in groups.handles:
                 handle.calls = None
 
@@ -142,8 +144,8 @@ class Guards:
         """The collectives since they are counted."""
         import torch.distributed as dist
 
-        books = dist.group.WORLD._runtime.groups._books  # type: ignore[union-attr]
-        return sum(book.count for book in books.books) if books is not None else 0
+        groups = dist.group.WORLD._runtime.groups  # type: ignore[union-attr]
+        return sum(record.count for record in groups._flight_recorder.records)
 
 
 class Turns:
