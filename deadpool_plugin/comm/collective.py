@@ -59,27 +59,22 @@ _KINDS = {
     "broadcast": _Kind("broadcast", 0, ("tensors",), options=1, has_root=True),
     "reduce": _Kind("reduce", 0, ("tensors",), options=1, reduces=True, has_root=True),
     "all_gather": _Kind(
-        "allgather allgather_coalesced _allgather_base allgather_into_tensor_coalesced all_gather_single "
-        "all_gather_single_coalesced",
+        "allgather allgather_coalesced _allgather_base all_gather_single",
         given=0,  # what all have in the end: what each gives may differ
         names=("output_tensors", "output_lists", "output", "outputs", "output_tensor"),
     ),
     "gather": _Kind("gather gather_single gather_into_tensor", options=2, has_root=True),
     "scatter": _Kind("scatter", options=2, has_root=True),
     "reduce_scatter": _Kind(
-        "reduce_scatter _reduce_scatter_base reduce_scatter_single reduce_scatter_single_coalesced "
-        "reduce_scatter_tensor_coalesced",
-        given=1,
-        names=("inputs", "input"),
-        options=2,
-        reduces=True,
+        "reduce_scatter _reduce_scatter_base reduce_scatter_single", 1, ("inputs", "input"), options=2, reduces=True
     ),
     "all_to_all": _Kind("alltoall alltoall_base all_to_all_single"),
     "send": _Kind("send"),
     "recv": _Kind("recv recv_anysource"),
     "barrier": _Kind("barrier monitored_barrier"),
 }
-OPERATIONS = {method: name for name, kind in _KINDS.items() for method in kind.methods.split()}
+_plain = {method: name for name, kind in _KINDS.items() for method in kind.methods.split()}
+OPERATIONS = {many: _plain[one] for many, one in COALESCED.items()} | _plain
 """Methods, and the operation that each is a variant of."""
 
 
@@ -125,19 +120,13 @@ _dtypes = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)
 _reductions = {int(getattr(dist.ReduceOp.RedOpType, name.upper())): name for name in REDUCTIONS if name}
 
 
-def is_inline() -> bool:
-    """Return whether this thread issues in the order of the script: it is the main one, or autograd's for a device."""
+def note(record: GroupRecord, operation: Operation) -> None:
+    """Count `operation` in `record`, if this thread issues in the order of the script: the main one, or autograd's."""
     thread = threading.current_thread()
-    return thread is _main or isinstance(thread, threading._DummyThread)
-
-
-def note(book: GroupRecord, operation: Operation) -> None:
-    """Count `operation` in `book`."""
-    if operation.name == BATCH:
-        for part in operation.args[0]:
-            note(book, part)
-    elif operation.name not in POINT_TO_POINT:
-        book.note(code_of(operation))
+    if thread is _main or isinstance(thread, threading._DummyThread):
+        for part in operation.args[0] if operation.name == BATCH else (operation,):
+            if part.name not in POINT_TO_POINT:
+                record.note(code_of(part))
 
 
 def code_of(operation: Operation) -> int:

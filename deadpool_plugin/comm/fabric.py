@@ -5,7 +5,7 @@ Rules of this file: a wait ends with the operation's result, its error, or Gener
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -47,21 +47,26 @@ class Fabric(Protocol):
 
 
 class HandleWork(dist.Work):
-    """The Work of an operation on a handle, which is done unless there is an `inner` one. `source`: the sender."""
+    """The Work of an operation on a handle: done, but for an `inner` one or `parts`. `source`: the sender."""
 
-    def __init__(self, operation: Operation, source: int = -1, inner: Any = None) -> None:
+    inner: Any = None
+
+    def __init__(self, operation: Operation, source: int = -1, parts: Sequence[HandleWork] = ()) -> None:
         super().__init__()
-        self.operation, self._source, self.inner = operation, source, inner
+        self.operation, self._source, self._parts = operation, source, parts
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
+        return all(part.wait(timeout) for part in self._parts)
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call `call` once the operation has ended well: now, or in the wait for it."""
-        call()
+        if self._parts:
+            self._parts[-1].when_done(call)
+        else:
+            call()
 
     def is_completed(self) -> bool:
-        return True
+        return all(part.is_completed() for part in self._parts)
 
     def is_success(self) -> bool:
         return self.inner is None or self.inner.is_success()
@@ -98,9 +103,8 @@ class SwapWork(HandleWork):
     """The Work of an operation of torch's, whose wait an announcement ends. Thread: one at a time, like torch's own."""
 
     def __init__(self, inner: Any, fabric: Fabric, handle: Handle, operation: Operation) -> None:
-        super().__init__(operation, inner=inner)
-        self.handle, self.generation = handle, fabric.generations.current
-        self._fabric, self._generations = fabric, fabric.generations
+        super().__init__(operation)
+        self.inner, self.handle, self.generation, self._fabric = inner, handle, fabric.generations.current, fabric
         if operation.name == "recv":
             self._source = int(operation.argument(1, "srcRank"))
         self._on_done: Callable[[], None] | None = None
@@ -113,7 +117,7 @@ class SwapWork(HandleWork):
         try:
             self._fabric.wait_for(self, timeout)
         except RuntimeError as error:
-            self._generations.explain(error)
+            self._fabric.generations.explain(error)
         if self.operation.name == "recv_anysource":  # of a plain receive only gloo's Work knows it
             self._source = self.inner._source_rank()
         self.inner = None
@@ -126,22 +130,22 @@ class SwapWork(HandleWork):
         self._on_done = call
 
     def is_completed(self) -> bool:
-        if self.inner is None:
-            return True
-        self._check()
-        if not self.inner.is_completed():
-            return False
-        if self._on_done is not None:
-            self.wait()
+        if self.inner is not None:
+            self._check()
+            if not self.inner.is_completed():
+                return False
+            if self._on_done is not None:
+                self.wait()
         return True
 
     def has_ended(self) -> bool:
         return self.inner is None or self.inner.is_completed()
 
     def _check(self) -> None:
-        self._generations.check()
-        if self.generation != self._generations.current:
+        generations = self._fabric.generations
+        generations.check()
+        if self.generation != generations.current:
             raise StaleGeneration(
-                f"waited in generation {self._generations.current} for an operation of generation {self.generation}",
+                f"waited in generation {generations.current} for an operation of generation {self.generation}",
                 "every pending Work to be dropped when a call is interrupted",
             )

@@ -35,8 +35,6 @@ from .store import listening
 UNSLICED = frozenset(name for name, kind in OPERATIONS.items() if kind in {"send", "recv", "reduce_scatter"})
 """A timed wait breaks a send or receive; one for a reduce_scatter, made of several operations, ignores its time-out and
 blocks for the group's (measured). Of the others it leaves things as they are when the time is up."""
-THREADS = 2
-"""Per group, as torch's own default."""
 ABANDON_S = 0.2
 """A severed operation fails by itself within some 20 ms; about one in 300 never does."""
 _UNFINISHED_MAX = 512
@@ -53,17 +51,17 @@ class GlooFabric(Fabric):
     device, lazy connections hung; a thread per group blocks itself on the store's single connection.
     """
 
-    def __init__(self, store: Store, rank: int, generations: Generations) -> None:
-        self._store, self._rank, self.generations = store, rank, generations
+    def __init__(self, store: Store, generations: Generations) -> None:
+        self._store, self._rank, self.generations = store, int(os.environ["RANK"]), generations
         self._devices, self._listeners, self._loops = _create_devices()
         self._peers: dict[int, frozenset[Address]] = {}
         self._unfinished: set[SwapWork] = set()
         """Those that may write late: waited for in slices, and not done."""
-        store.set(f"gloo/{rank}", ";".join(f"{host},{port}" for host, port in self._listeners))
+        store.set(f"gloo/{self._rank}", ";".join(f"{host},{port}" for host, port in self._listeners))
 
     def build(self, handle: Handle, store: Store) -> Backend:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
-        options._devices, options._threads, options._timeout = self._devices, THREADS, handle.timeout
+        options._devices, options._timeout = self._devices, handle.timeout
         if hasattr(options, "global_ranks_in_group"):
             options.global_ranks_in_group, options.group_name = list(handle.ranks), handle.key
         size = handle.size()
@@ -80,9 +78,8 @@ class GlooFabric(Fabric):
 
     def begin(self, handle: Handle, operation: Operation) -> HandleWork:
         name, args, kwargs = operation
-        self.generations.check()
         if name == BATCH:
-            return BatchWork(operation, [self.begin(handle, part) for part in args[0]])
+            return HandleWork(operation, parts=[self.begin(handle, part) for part in args[0]])
         method = getattr(handle.inner, name)
         if name == BLOCKING:
             self._run(lambda: method(*args, **kwargs), handle, self.generations.current)
@@ -172,40 +169,20 @@ class GlooFabric(Fabric):
         return all(_asleep(self._loops, _TURNS_S, stop) and _asleep(reducing, math.inf, stop) for _ in range(2))
 
 
-class BatchWork(HandleWork):
-    """Several Works waited for as one, in the order they were issued."""
-
-    def __init__(self, operation: Operation, works: list[HandleWork]) -> None:
-        super().__init__(operation)
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait() if timeout is None else work.wait(timeout)
-        return True
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        self._works[-1].when_done(call)
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
 # ---- threads and sockets of gloo's
 
 
 def _asleep(threads: Iterable[str], turns_s: float, stop: Callable[[], bool]) -> bool:
     """Wait until each of `threads` has slept, has ended or has run for `turns_s`; False if `stop()` first."""
     began_s = {thread: _looked_at(thread)[1] for thread in threads}
-    while began_s:
+    while True:
         for thread, before_s in list(began_s.items()):
             runs, cpu_s = _looked_at(thread)
             if not runs or cpu_s - before_s >= turns_s:
                 del began_s[thread]
-        if began_s and stop():
-            return False
-        time.sleep(_LOOK_S if began_s else 0.0)
-    return True
+        if not began_s or stop():
+            return not began_s
+        time.sleep(_LOOK_S)
 
 
 def _looked_at(thread: str) -> tuple[bool, float]:

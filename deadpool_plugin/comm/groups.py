@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from ..errors import InvariantViolated, Unsupported, present
 from ..transport.flight_recorder import FlightRecorder
 from . import store as stores
-from .collective import Operation, is_inline, note
+from .collective import Operation, note
 from .fabric import Fabric, HandleWork
 from .generations import Generations
 from .gloo import GlooFabric
@@ -55,7 +55,7 @@ class Groups(Runtime):
         self._recorder: Recorder | None = None
         self._replay: Replay | None = None
         self._training = False
-        self._flight_recorder: FlightRecorder | None = None
+        self._flight_recorder = FlightRecorder(self.calls_area, 0, ())
         self._created: list[tuple[int, ...]] = []
 
     # ---- start-up
@@ -111,10 +111,8 @@ class Groups(Runtime):
 
     def interrupt(self, generation: int) -> None:
         """Unblock the main thread, because `generation` begins; operations raise GenerationChanged until `rebuild`.
-
         Thread: any, at any time, also during `rebuild`. Does nothing for a generation already known.
-        Raises: DeadpoolError if NCCL's abort does not return; the process must then be killed.
-        """
+        Raises: DeadpoolError if NCCL's abort does not return; the process must then be killed."""
         with self._lock:
             if self.generations.announce(generation):
                 for fabric in self._fabrics():
@@ -130,9 +128,7 @@ class Groups(Runtime):
 
     def rebuild(self, generation: int, store: str) -> None:
         """Connect every handle again, over the store of `generation`; a rehearsing process becomes live by this.
-
-        Blocks: until all ranks do the same. Raises: GenerationChanged if a newer generation is announced.
-        """
+        Blocks: until all ranks do the same. Raises: GenerationChanged if a newer generation is announced."""
         self.interrupt(generation)
         self.generations.check(generation)
         deadline = time.monotonic() + _QUIESCE_S
@@ -181,26 +177,23 @@ class Groups(Runtime):
         counted = [handle for handle in self.handles if handle.size() > 1]
         described = [(handle.key, handle.rank(), handle.size()) for handle in counted]
         self._flight_recorder = FlightRecorder(self.calls_area, self.generation, described)
-        for handle, book in zip(counted, self._flight_recorder.records, strict=True):
-            handle.calls = book
+        for handle, record in zip(counted, self._flight_recorder.records, strict=True):
+            handle.calls = record
 
     def cut(self, step: int) -> int:
         """Sum up this rank's collectives since the newest swap at the cut of `step`; 0 before the first swap."""
-        return self._flight_recorder.cut(step) if self._flight_recorder is not None else 0
+        return self._flight_recorder.cut(step)
 
     # ---- operations
 
     def issue(self, handle: Handle, operation: Operation) -> HandleWork:
-        """Issue `operation` on whatever is behind `handle` now; may be called again after a swap.
-
-        Raises: GenerationChanged; in a rehearsal Divergence.
-        """
+        """Issue `operation` on what is behind `handle` now. Raises: GenerationChanged; in a rehearsal Divergence."""
         if self._replay is not None:
             return self._replay.answer(handle, operation)
         self.generations.check()
         if handle.inner is None or self._network is None:
             raise InvariantViolated(f"{handle!r} is not connected")
-        if handle.calls is not None and is_inline():
+        if handle.calls is not None:
             note(handle.calls, operation)
         fabric = self._network.fabrics[handle.only_backend or handle.backend_of(operation)]
         try:
@@ -243,8 +236,7 @@ class Groups(Runtime):
 
     def forget(self, handles: list[Handle]) -> None:
         """Let go of groups that torch has destroyed."""
-        gone = {id(handle) for handle in handles}
-        self.handles = [handle for handle in self.handles if id(handle) not in gone]
+        self.handles = [handle for handle in self.handles if handle not in handles]
         _replace(handles, [None] * len(handles), aborted=False)
 
 
@@ -278,10 +270,8 @@ class Network:
         group._set_default_backend(types[handle.default_backend])
         for name in dict.fromkeys(handle.backends.values()):
             if name not in self.fabrics:
-                rank, generations = int(os.environ["RANK"]), self._generations
-                self.fabrics[name] = (
-                    GlooFabric(self.store, rank, generations) if name == "gloo" else NcclFabric(generations)
-                )
+                generations = self._generations
+                self.fabrics[name] = GlooFabric(self.store, generations) if name == "gloo" else NcclFabric(generations)
             backend = self.fabrics[name].build(handle, PrefixStore(name, store))
             for device in (device for device, its in handle.backends.items() if its == name):
                 group._register_backend(torch.device(device), types[name], backend)
