@@ -113,9 +113,9 @@ class Recorder:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes, self._indices_bytes = limit_bytes, INDICES_BYTES_MAX
-        self._operations: list[OperationRecord] = []
-        self._pending: dict[int, HandleWork] = {}
-        self.facts: list[tuple[str, Any]] = []
+        self._recording = Recording()
+        self._pending: dict[HandleWork, None] = {}
+        self.facts = self._recording.facts
 
     def add(self, handle: Handle, operation: Operation, work: HandleWork) -> None:
         """Record an operation; its values are taken when its wait succeeds."""
@@ -123,9 +123,9 @@ class Recorder:
         forms = [TensorRecord.of(tensor) for tensor in outputs]
         record = OperationRecord(handle.index, handle.sequence, operation.name, user_frame(), forms)
         handle.sequence += 1
-        self._operations.append(record)
+        self._recording.operations.append(record)
         needed = [_is_needed(tensor) for tensor in outputs]
-        self._pending[id(record)] = work
+        self._pending[work] = None
 
         def done() -> None:
             for tensor, form, is_needed in zip(outputs, forms, needed, strict=True):
@@ -135,15 +135,16 @@ class Recorder:
                     self._indices_bytes -= tensor.nbytes
                     form.data = contents(tensor)
             record.source = work.source_rank()
-            del self._pending[id(record)]
+            del self._pending[work]
 
         work.when_done(done)
 
     def finish(self, groups: list[tuple[int, ...]]) -> bytes:
         """The encoded recording; waits for operations nobody has waited for."""
-        for work in list(self._pending.values()):
+        for work in list(self._pending):
             work.wait()
-        return msgspec.msgpack.encode(Recording(groups, self._operations, self.facts))
+        self._recording.groups = groups
+        return msgspec.msgpack.encode(self._recording)
 
 
 class Replay:
@@ -162,11 +163,8 @@ class Replay:
         """Check that group `index` was recorded with these members."""
         recorded = self._groups[index] if index < len(self._groups) else None
         if recorded != ranks:
-            raise Divergence(
-                f"the rehearsal made group {index} of ranks {list(ranks)} at {user_frame()}",
-                "no such group" if recorded is None else f"ranks {list(recorded)}, as recorded",
-                ALIKE,
-            )
+            expected = "no such group" if recorded is None else f"ranks {list(recorded)}, as recorded"
+            raise _diverged(f"made group {index} of ranks {list(ranks)} at {user_frame()}", expected)
 
     def answer(self, handle: Handle, operation: Operation) -> HandleWork:
         """Write the recorded results into the outputs."""
@@ -174,11 +172,8 @@ class Replay:
         record = self._operations.get(at)
         shapes = _listed([TensorRecord.of(tensor) for tensor in outputs])
         if record is None or record.name != name or _listed(record.outputs) != shapes:
-            raise Divergence(
-                f"the rehearsal issued {name} {shapes} as operation {at[1]} of group {at[0]} at {user_frame()}",
-                "none there, by the recording" if record is None else str(record),
-                ALIKE,
-            )
+            found = f"issued {name} {shapes} as operation {at[1]} of group {at[0]} at {user_frame()}"
+            raise _diverged(found, "none there, by the recording" if record is None else str(record))
         del self._operations[at]
         for tensor, recorded in zip(outputs, record.outputs, strict=True):
             if recorded.data is None and _is_needed(tensor):
@@ -194,18 +189,15 @@ class Replay:
     def fact(self, question: str) -> Any:
         """The answer, which the rank itself has found as often."""
         if not self._facts[question]:
-            raise Divergence(
-                f"the rehearsal asked {question} at {user_frame()}",
-                "what the rank itself asked when it started",
-                ALIKE,
-            )
+            raise _diverged(f"asked {question} at {user_frame()}", "what the rank itself asked when it started")
         return self._facts[question].popleft()
 
     def finish(self) -> None:
         """Check that every recorded operation was issued."""
-        for record in self._operations.values():
-            raise Divergence(
-                f"the rehearsal reached its first training call without {len(self._operations)} recorded operations",
-                f"first {record}",
-                ALIKE,
-            )
+        for first in self._operations.values():
+            missing = f"reached its first training call without {len(self._operations)} recorded operations"
+            raise _diverged(missing, f"first {first}")
+
+
+def _diverged(what: str, expected: str) -> Divergence:
+    return Divergence(f"the rehearsal {what}", expected, ALIKE)
