@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -73,19 +73,16 @@ class Generations:
             self.current = self.announced = generation
 
     def explain(self, error: BaseException, since: int | None = None) -> NoReturn:
-        """Raise the meaning of `error`, met in a collective (or while generation `since` was built).
+        """Raise GenerationChanged if one is announced, else `error`, met in a collective (or while `since` was built).
 
-        Blocks: for the announcement, because neighbours feel a dead peer before anybody has decided anything. A
-        connection that broke although nobody died is reported then, and the generation that follows is waited for,
-        however long it takes: the error is not the script's.
-
-        Raises: GenerationChanged if one is announced, else `error`.
+        Blocks: for the announcement, because neighbours feel a dead peer before anybody has decided anything.
         """
         before = self.current if since is None else since
         with self.changed:
             told = self.changed.wait_for(lambda: self.announced > before, self._explain_timeout_s)
         known = _NCCL if isinstance(error, dist.DistBackendError) else _OTHERS
         is_broken = isinstance(error, dist.DistNetworkError) or any(text in str(error) for text in known)
+        # A connection that broke although nobody died is not the script's error, however long it takes to follow.
         if not told and is_broken and self._on_broken(before, str(error)):
             with self.changed:
                 self.changed.wait_for(lambda: self.announced > before)
@@ -94,12 +91,8 @@ class Generations:
         raise error
 
     def run(self, function: Callable[[], T], since: int, grace_s: float = 0.0) -> T:
-        """Run `function` in a helper thread, and return its result.
-
-        Raises:
-            GenerationChanged: one newer than `since` was announced, and `function` did not end within `grace_s` after
-                that; it goes on, unattended.
-        """
+        """Run `function` in a helper thread, and return its result. Raises: GenerationChanged if one newer than `since`
+        was announced and `function` did not end within `grace_s` after that; it goes on, unattended."""
         try:
             helper = _idle.pop()
         except IndexError:
@@ -115,8 +108,7 @@ class Generations:
         _idle.append(helper)
         if error is not None:
             raise error
-        result: T = value
-        return result
+        return cast(T, value)
 
 
 class _Helper(threading.Thread):

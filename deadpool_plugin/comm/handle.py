@@ -32,10 +32,7 @@ class Runtime(Protocol):
         return
 
     def connection_broke(self, generation: int, peers: tuple[int, ...], reason: str) -> bool:
-        """A connection of `generation` broke, to one of the ranks `peers`. Returns: whether a new generation follows.
-
-        Args: reason: what torch said.
-        """
+        """A connection broke, to one of the ranks `peers`. Returns: whether another generation follows."""
         return False
 
     def give_up(self, reason: str) -> NoReturn:
@@ -50,13 +47,16 @@ class Handle(dist.ProcessGroup):
         the group alike on all its members; backends: by device type, with options for them.
     """
 
+    group_name: Any = ""
+    """torch's own is a property that asks a communicator."""
+
     def __init__(
         self, runtime: Runtime, given: Any, index: int, key: str, backends: dict[str, str], options: Any = None
     ) -> None:
         self.ranks = members(given)
         super().__init__(given.group_rank, len(self.ranks))  # type: ignore[call-arg]  # what torch's own groups call
-        self._runtime, self._name, self._desc = runtime, str(given.group_id), "undefined"
-        self._rank: int = given.group_rank
+        self._runtime, self._rank = runtime, int(given.group_rank)
+        self.group_name = str(given.group_id)
         self.index, self.key, self.backends, self.options = index, key, backends, options
         self.timeout: timedelta = given.timeout
         names = set(backends.values())
@@ -120,20 +120,11 @@ class Handle(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(device) for device in self.backends]
 
-    def getGroupName(self) -> str:
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        return self._desc
-
-    group_name: Any = property(getGroupName)
-    group_desc: Any = property(getGroupDesc)
+    def getGroupName(self) -> Any:
+        return self.group_name
 
     def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
+        self.group_name = name
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
@@ -147,9 +138,6 @@ class Handle(dist.ProcessGroup):
         """Do nothing: it would end the group, which is not the framework's to end. `shutdown` likewise."""
 
     shutdown = _set_sequence_number_for_group = abort
-
-    def _has_hooks(self) -> bool:
-        return False
 
     def __repr__(self) -> str:
         return f"<Handle {self.index} {self.name()} ranks {list(self.ranks)}>"
@@ -178,7 +166,6 @@ def _refuse(name: str) -> Callable[..., Any]:
             "leave the call out, or run without the plugin",
         )
 
-    refused.__name__ = refused.__qualname__ = name
     return refused
 
 
@@ -189,17 +176,12 @@ def _forward(name: str) -> Callable[..., Any]:
             return None
         return self._runtime.collective(self, Operation(name, args, kwargs))
 
-    operation.__name__ = operation.__qualname__ = name
     return operation
 
 
-def available() -> list[str]:
-    """The operations this torch's ProcessGroup has."""
-    return [name for name in OPERATIONS if hasattr(dist.ProcessGroup, name)]
-
-
-for _name in available():
-    setattr(Handle, _name, _forward(_name))
+for _name in OPERATIONS:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(Handle, _name, _forward(_name))
 for _name in LACKING:
     setattr(Handle, f"supports_{_name}", property(lambda self: False))
 for _name in REFUSED:

@@ -108,7 +108,7 @@ class NcclFabric(Fabric):
         try:
             self.generations.check()  # after the line before: who passes here is waited for
             generation = self.generations.current
-            peer = _peer(operation)
+            peer = int(operation.argument(1, "dstRank", "srcRank")) if operation.name in POINT_TO_POINT else None
             if operation.name == "barrier":
                 _name_device(operation)
             if (group, peer) in self._connected:
@@ -199,12 +199,10 @@ class NcclFabric(Fabric):
             except BaseException as error:  # reported below
                 failed.append(error)
 
-        threads = [
-            threading.Thread(target=abort, args=(backend,), name="deadpool-nccl-abort", daemon=True)
-            for backend in backends
-        ]
-        for thread in threads:
-            thread.start()
+        threads = []
+        for backend in backends:
+            threads.append(threading.Thread(target=abort, args=(backend,), name="deadpool-nccl-abort", daemon=True))
+            threads[-1].start()
         deadline = time.monotonic() + ABORT_DEADLINE_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -232,7 +230,6 @@ class StreamWork(SwapWork):
 
 
 def _name_device(barrier: Operation) -> None:
-    """Name the device of a barrier that names none."""
     # torch would guess it from the global rank: on a host with other devices than the lost one's, another process's
     options = barrier.argument(0, "opts")
     if options is not None and not options.device_ids:
@@ -246,11 +243,6 @@ def _device(operation: Operation) -> torch.device:
         named = getattr(operation.argument(0, "opts"), "device_ids", None)
         return torch.device("cuda", named[0] if named else torch.cuda.current_device())
     return operation.tensors()[0].device
-
-
-def _peer(operation: Operation) -> int | None:
-    """The other member of the pair whose communicator it uses; None if it uses the group's."""
-    return int(operation.argument(1, "dstRank", "srcRank")) if operation.name in POINT_TO_POINT else None
 
 
 def _parts(operation: Operation) -> list[Operation] | None:
