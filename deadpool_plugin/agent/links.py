@@ -65,7 +65,7 @@ class Links:
         self._verdict: Verdict | None = None  # how the job has ended, if a member that has left said so
         self.mesh = ControlMesh(
             node.id, node.credentials, node.host.where[0], node.config.port_range, self.received, self._link_lost,
-            node.config.patience_s, self._refused, self.answer, self._still_silent,
+            node.config.patience_s, self._refused, self.answer,
         )  # fmt: skip
 
     async def listen(self) -> Hello:
@@ -175,12 +175,9 @@ class Links:
             self.missed |= {*message.lost} - {self._node.id}
         self._node.feed(api.Received(node, message))
 
-    def _link_lost(self, node: NodeId, reason: str) -> None:
-        self.gone(node)
-        self._node.feed(api.LinkLost(node, reason, silent=node in self.mesh.silent))
-
-    def _still_silent(self, node: NodeId, reason: str) -> None:
-        self._node.feed(api.LinkLost(node, reason, silent=True, still=True))
+    def _link_lost(self, lost: api.LinkLost) -> None:
+        self.gone(lost.node)
+        self._node.feed(lost)
 
     def _refused(self, error: PeerRefused) -> None:
         self._node.reports.emit(events.PeerRefused(address=error.address, reason=str(error)))

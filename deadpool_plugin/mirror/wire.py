@@ -22,7 +22,7 @@ import xxhash
 
 from ..core.types import Count, Generation, Rank, Step
 from ..errors import CorruptFrame, TransportError
-from ..transport.framing import ConnectionClosed, why_unreadable
+from ..transport.framing import ConnectionClosed, decoded
 from ..transport.sockets import remote_name, tune
 from .arena import Sums
 
@@ -209,11 +209,8 @@ class BulkStream:
         self._recv_exact(memoryview(body))
         if xxhash.xxh3_64_intdigest(body) != digest:
             raise CorruptFrame(f"{length} bytes from {self.address} fail their checksum", remedy=_SUSPECT)
-        try:
-            message: T = msgspec.msgpack.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
-            raise CorruptFrame(f"{self.address}: {why_unreadable(error, body, kind)}") from error
-        return message
+        decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        return decoded(decoder, body, f"{self.address}: ")
 
     def expect(self, *kinds: type[T]) -> T:
         """Receive a reply of one of these kinds. Blocks: as long as the other end says Wait in time.

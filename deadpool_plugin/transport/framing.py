@@ -12,7 +12,7 @@ import re
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -30,20 +30,39 @@ ACKNOWLEDGE_EVERY = 64
 _NUMBERS = struct.Struct("!QQ")  # this message's number, 0 for none; the number of the newest one received
 
 
-def why_unreadable(error: msgspec.MsgspecError, body: bytes | bytearray, kinds: Any) -> str:
-    """Describe a wrong message, by its own name and its field's; `kinds`: the struct or union it should be."""
+class ConnectionClosed(TransportError):
+    """The peer closed the stream, or died, or the link broke."""
+
+
+@contextlib.asynccontextmanager
+async def answered(timeout_s: float, failure: str) -> AsyncIterator[None]:
+    """Give the block `timeout_s`. Raises: ConnectionClosed, `failure` and why, for a time-out, OSError or EOFError."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except (OSError, EOFError) as error:
+        raise ConnectionClosed(f"{failure}: {str(error) or 'time-out'}") from error
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes | bytearray, where: str = "") -> T:
+    """Decode a message. Raises: CorruptFrame, which names the message and its field."""
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        what = (
+            f"{where}{_named(error, body, decoder.type) or f'a message of {len(body)} bytes'} cannot be read: {error}"
+        )
+        raise CorruptFrame(what, remedy="use one version on all hosts") from error
+
+
+def _named(error: msgspec.MsgspecError, body: bytes | bytearray, kinds: Any) -> str:
     with contextlib.suppress(msgspec.MsgspecError, IndexError, KeyError, TypeError):
         if (place := re.search(r"`\$\[(\d+)\]", str(error))) is not None:
             for kind in get_args(kinds) or (kinds,):
                 tag = kind.__struct_config__.tag
                 if tag in (None, msgspec.msgpack.decode(body)[0]):
-                    field = kind.__struct_fields__[int(place[1]) - (tag is not None)]
-                    return f"{kind.__name__}.{field} cannot be read: {error}"
-    return f"a message of {len(body)} bytes cannot be read: {error}"
-
-
-class ConnectionClosed(TransportError):
-    """The peer closed the stream, or died, or the link broke."""
+                    return f"{kind.__name__}.{kind.__struct_fields__[int(place[1]) - (tag is not None)]}"
+    return ""
 
 
 def check_size(body_bytes: int, limit_bytes: int) -> None:
@@ -107,27 +126,16 @@ async def recv_exact(sock: socket.socket, size: int) -> bytes:
 
 async def put(sock: socket.socket, message: object) -> None:
     """Raises: OSError; TransportError if it is too long."""
-    await put_frame(sock, msgspec.msgpack.encode(message))
-
-
-async def put_frame(sock: socket.socket, body: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, pack_frame(body, CONTROL_FRAME_BYTES_MAX))
+    frame = pack_frame(msgspec.msgpack.encode(message), CONTROL_FRAME_BYTES_MAX)
+    await asyncio.get_running_loop().sock_sendall(sock, frame)
 
 
 async def take(sock: socket.socket, kinds: type[T] | Any) -> T:
     """Reads one message to its last byte and no further: what follows may be a link's.
-
-    Raises: EOFError at the end of the connection; OSError; CorruptFrame if it is too long, or none of `kinds`.
-    """
+    Raises: EOFError at the end of the connection; OSError; CorruptFrame if it is too long, or none of `kinds`."""
     length = checked_length(await recv_exact(sock, LENGTH.size), CONTROL_FRAME_BYTES_MAX)
-    body = await recv_exact(sock, length)
-    try:
-        message: T = msgspec.msgpack.decode(body, type=kinds)
-    except msgspec.MsgspecError as error:
-        raise CorruptFrame(
-            f"{remote_name(sock)}: {why_unreadable(error, body, kinds)}", remedy="use one version on all hosts"
-        ) from error
-    return message
+    decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kinds)
+    return decoded(decoder, await recv_exact(sock, length), f"{remote_name(sock)}: ")
 
 
 class FrameProtocol(asyncio.Protocol):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PeerRefused, TransportError
-from .framing import ConnectionClosed, recv_exact
+from .framing import ConnectionClosed, answered, recv_exact
 from .sockets import Address, bound_address, closed_on_error, connected, remote_name, tune
 from .tasks import Tasks
 
@@ -78,18 +78,15 @@ async def shake_hands(
         found = f"refused {address} ({purpose} connection): {reason}"
         return PeerRefused(found, remedy=remedy, address=address, job=their_job)
 
-    try:
-        async with asyncio.timeout(timeout_s):
-            await loop.sock_sendall(sock, ours)
-            theirs = await recv_exact(sock, len(_MAGIC))
-            if theirs != _MAGIC:
-                raise refusal("it does not speak this protocol or version")
-            theirs += await recv_exact(sock, _GREETING.size - len(_MAGIC))
-            peer, their_job = _GREETING.unpack(theirs)[2], theirs[-16:].rstrip(b"\0").decode(errors="replace")
-            await loop.sock_sendall(sock, proof(dialling))
-            their_proof = await recv_exact(sock, _PROOF_BYTES)
-    except (OSError, EOFError) as error:
-        raise ConnectionClosed(f"the handshake with {address} ended early: {error!r}") from error
+    async with answered(timeout_s, f"the handshake with {address} ended early"):
+        await loop.sock_sendall(sock, ours)
+        theirs = await recv_exact(sock, len(_MAGIC))
+        if theirs != _MAGIC:
+            raise refusal("it does not speak this protocol or version")
+        theirs += await recv_exact(sock, _GREETING.size - len(_MAGIC))
+        peer, their_job = _GREETING.unpack(theirs)[2], theirs[-16:].rstrip(b"\0").decode(errors="replace")
+        await loop.sock_sendall(sock, proof(dialling))
+        their_proof = await recv_exact(sock, _PROOF_BYTES)
     if not hmac.compare_digest(their_proof, proof(not dialling)):
         raise refusal(
             "it does not prove the job's secret",
@@ -113,11 +110,8 @@ async def dialled(
     identity: int,
     silent_after_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> tuple[socket.socket, int]:
-    """Connect to `address` and shake hands. Returns: the connection, which does not block; the peer's identity.
-
-    Args: silent_after_s: as for `tune`.
-    Raises: OSError, and as `shake_hands`.
-    """
+    """Connect and shake hands. Returns: the connection, which does not block; the peer's identity.
+    Raises: OSError, and as `shake_hands`."""
     sock = await connected(address)
     with closed_on_error(sock):
         tune(sock, silent_after_s)

@@ -7,15 +7,13 @@ its connection (mesh.py), from the next byte on, and it never replaces one.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from ..core.types import Generation, NodeId
 from ..errors import TransportError
-from .framing import ConnectionClosed, put, take
+from .framing import answered, put, take
 from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, dialled
 from .rendezvous import Hello
 from .sockets import Address, Port
@@ -102,7 +100,6 @@ class NotAdmitted(Guest, frozen=True, tag="Refused"):
 
 Question = Describe | Reserve | Announce | Stop
 Answer = JobDescription | Reserved | Admitted | Stopping | Busy | NotAdmitted
-OnGuest = Callable[[Question], Answer]
 
 
 async def ask(
@@ -112,22 +109,12 @@ async def ask(
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Answer:
     """Put one question to the member at `address`, on a connection of its own.
-
-    Raises: ConnectionClosed if nobody answers there in time; PeerRefused if it does not share secret and job.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            sock, _ = await dialled(address, credentials, PURPOSE, GUEST)
-            with sock:
-                await put(sock, question)
-                return await take(sock, Answer)
-    except (OSError, EOFError) as error:
-        raise ConnectionClosed(f"nobody answers at {address[0]}:{address[1]} ({str(error) or 'time-out'})") from error
-
-
-def nobody_joins(_: Question) -> Answer:
-    """Answer guests where no host may join."""
-    return NotAdmitted("no host can join here")
+    Raises: ConnectionClosed if nobody answers there in time; PeerRefused if it does not share secret and job."""
+    async with answered(timeout_s, f"nobody answers at {address[0]}:{address[1]}"):
+        sock, _ = await dialled(address, credentials, PURPOSE, GUEST)
+        with sock:
+            await put(sock, question)
+            return await take(sock, Answer)
 
 
 def expect(answer: Answer, kind: type[Any], where: str) -> Any:

@@ -20,12 +20,13 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from ..core.api import LinkLost
 from ..core.messages import AnyMessage, Goodbye
 from ..core.types import NodeId
-from ..errors import CorruptFrame, PeerRefused, TransportError
-from .framing import ConnectionClosed, FrameProtocol, ReliableChannel, put, take, why_unreadable
+from ..errors import PeerRefused, TransportError
+from .framing import ConnectionClosed, FrameProtocol, ReliableChannel, answered, decoded, put, take
 from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Listener, dialled
-from .join_protocol import GUEST, PURPOSE, Admitted, Announce, Answer, NotAdmitted, OnGuest, Question, nobody_joins
+from .join_protocol import GUEST, PURPOSE, Admitted, Announce, Answer, NotAdmitted, Question
 from .rendezvous import Hello
 from .sockets import Address, closed_on_error, connected, listen_tcp, remote_name
 from .tasks import Tasks, begin, loop_time
@@ -39,7 +40,6 @@ YOUNG_S = 1.0
 _ASKS = 2  # of a silent node, within its patience
 DIALS_MAX = 16
 """Links a node begins at a time: among hundreds of nodes on busy hosts, handshakes begun all at once time out."""
-OnLost = Callable[[NodeId, str], None]
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _log = logging.getLogger(__name__)
 
@@ -58,12 +58,10 @@ class ControlMesh:
     Args:
         credentials: shared; its `job` is known before `connect` or `visit` is called.
         bind_host, port_range: as for `listen_tcp` (for "" tell the others another address).
-        on_lost: called once when the link to a node has ended for good, with the reason, unless the node said Goodbye,
-            or was dropped by us, or the mesh is closed. Where a process was killed that is known within milliseconds.
+        on_lost: called once when the link to a node has ended for good, unless the node said Goodbye, or was dropped
+            by us, or the mesh is closed; of a node lost for its silence again whenever it has not answered since.
         silent_after_s: a peer whose kernel acknowledges nothing for so long is lost.
         on_refused: gets each refused peer, once per host.
-        on_guest: answers hosts that are no members.
-        on_still_silent: called with a node that was lost for its silence, and why, whenever it has not answered since.
     """
 
     def __init__(
@@ -73,17 +71,14 @@ class ControlMesh:
         bind_host: str,
         port_range: tuple[int, int] | None,
         on_message: Callable[[NodeId, AnyMessage], None],
-        on_lost: OnLost,
+        on_lost: Callable[[LinkLost], None],
         silent_after_s: float = 10.0,
         on_refused: Callable[[PeerRefused], None] = _log.warning,
-        on_guest: OnGuest = nobody_joins,
-        on_still_silent: OnLost = lambda node, reason: None,
+        on_guest: Callable[[Question], Answer] = lambda question: NotAdmitted("no host can join here"),
     ) -> None:
-        self.silent: set[NodeId] = set()
-        """Lost because they answer no more, or count us as lost: no sign that they are gone."""
         self._node, self._credentials, self._bind = node, credentials, (bind_host, port_range)
         self._on_message, self._on_lost, self._on_guest = on_message, on_lost, on_guest
-        self._on_still_silent, self._on_refused, self._silent_after_s = on_still_silent, on_refused, silent_after_s
+        self._on_refused, self._silent_after_s = on_refused, silent_after_s
         self._channels: dict[NodeId, ReliableChannel] = {}
         self._addresses: dict[NodeId, Address] = {}
         """The addresses of all nodes that may be linked; while it is empty anyone with the secret may be."""
@@ -116,7 +111,6 @@ class ControlMesh:
         return self._listener.address
 
     async def _let_in(self, sock: socket.socket, peer: NodeId) -> None:
-        """Makes a link of a connection that was accepted, dials a node that asks for it, or answers a guest."""
         if peer == GUEST:
             return await self._entertain(sock)
         why, address = self._objection(peer), remote_name(sock)
@@ -150,14 +144,10 @@ class ControlMesh:
         return "" if admitted else "was not admitted to this job (deadpool join)"
 
     async def _entertain(self, sock: socket.socket) -> None:
-        """Answer a guest until it leaves, or is linked because it is admitted."""
         with closed_on_error(sock):
             while True:
-                try:
-                    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                        question: Question = await take(sock, Question)
-                except (OSError, EOFError):
-                    return sock.close()
+                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                    question: Question = await take(sock, Question)  # until it leaves
                 hello = question.hello if isinstance(question, Announce) else None
                 known = self._addresses.keys() | self._gone | self._channels.keys() | {self._node}
                 if hello is not None and hello.node in known:
@@ -171,8 +161,8 @@ class ControlMesh:
             try:
                 await put(sock, answer)
             except OSError as error:  # a promised link that fails is a lost one
-                sock.close()
-                return self._lose(hello.node, f"it left while it was let in: {error}")
+                self._lose(hello.node, f"it left while it was let in: {error}")
+                raise
         await self._attach(sock, hello.node)
 
     def _is_wanted(self, node: NodeId) -> bool:
@@ -200,10 +190,7 @@ class ControlMesh:
         channel = self._channels.get(peer)
         if channel is None or channel.connection is not link or (body := channel.receive(frame)) is None:
             return  # it comes again, or has come before
-        try:
-            message = _decoder.decode(body)
-        except msgspec.MsgspecError as error:
-            raise CorruptFrame(f"node {peer}: {why_unreadable(error, body, AnyMessage)}") from error
+        message = decoded(_decoder, body)
         if isinstance(message, Goodbye):
             self._gone.add(peer)
         self._on_message(peer, message)
@@ -226,9 +213,7 @@ class ControlMesh:
         self._channels.pop(peer, None)
         self._gone.add(peer)
         self._changed.set()
-        if silent:
-            self.silent.add(peer)
-        self._on_lost(peer, reason)
+        self._on_lost(LinkLost(peer, reason, silent))
         if silent:
             self._attempts[peer] = self._tasks.start(self._ask_still(peer, reason))
 
@@ -241,11 +226,8 @@ class ControlMesh:
                 where = remote_name(sock)
                 if found != node:
                     raise PeerRefused(f"{where} says it is node {found}", f"node {node}", address=where)
-                try:
-                    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                        is_wanted: bool = await take(sock, bool)
-                except (TimeoutError, EOFError) as error:
-                    raise ConnectionClosed(f"node {node} did not let us in: {error!r}") from error
+                async with answered(HANDSHAKE_TIMEOUT_S, f"node {node} did not let us in"):
+                    is_wanted: bool = await take(sock, bool)
                 if not is_wanted:
                     raise NotWanted(f"node {node} at {where} wants no link with node {self._node}", address=where)
             if node < self._node:
@@ -300,7 +282,7 @@ class ControlMesh:
         while True:
             began = loop_time()
             if (await self._why_unreachable(peer, every_s))[1]:
-                self._on_still_silent(peer, reason)
+                self._on_lost(LinkLost(peer, reason, silent=True, still=True))
             await asyncio.sleep(max(0.0, began + every_s - loop_time()))
 
     async def _why_unreachable(self, node: NodeId, within_s: float) -> tuple[str, bool]:
@@ -319,9 +301,7 @@ class ControlMesh:
 
     async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
         """Waits until every node of `table` (but this one) is linked, or has left, or is lost, which was told.
-
-        Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused.
-        """
+        Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused."""
         others, self._connecting = set(table) - {self._node}, True
         self._addresses |= table
         older = sorted((node for node in others if node < self._node), reverse=True)
@@ -387,19 +367,14 @@ class ControlMesh:
 
     async def visit(self, node: NodeId, address: Address, hello: Hello, timeout_s: float) -> Answer:
         """Announces this host, no member yet, to member `node`; if the answer is Admitted there is a link to it.
-
-        Raises: ConnectionClosed if it does not answer in time; PeerRefused without the secret.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                sock, peer = await dialled(address, self._credentials, PURPOSE, GUEST, self._silent_after_s)
-                with closed_on_error(sock):
-                    if peer != node:
-                        raise ConnectionClosed(f"node {peer} is where node {node} was")
-                    await put(sock, Announce(hello))
-                    answer: Answer = await take(sock, Answer)
-        except (OSError, EOFError) as error:
-            raise ConnectionClosed(f"node {node} at {address[0]}:{address[1]} does not answer: {error!r}") from error
+        Raises: ConnectionClosed if it does not answer in time; PeerRefused without the secret."""
+        async with answered(timeout_s, f"node {node} at {address[0]}:{address[1]} does not answer"):
+            sock, peer = await dialled(address, self._credentials, PURPOSE, GUEST, self._silent_after_s)
+            with closed_on_error(sock):
+                if peer != node:
+                    raise ConnectionClosed(f"node {peer} is where node {node} was")
+                await put(sock, Announce(hello))
+                answer: Answer = await take(sock, Answer)
         if isinstance(answer, Admitted):
             self._addresses[node] = address
             await self._attach(sock, node)
@@ -436,13 +411,12 @@ class ControlMesh:
             if goodbye is not None:
                 self.send(node, goodbye)
             link.close()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH_S):
                 await self._all_ended()
-        except TimeoutError:
-            for link in self._links().values():
-                link.abort("it does not read our last words")
-            await self._all_ended()
+        for link in self._links().values():
+            link.abort("it does not read our last words")
+        await self._all_ended()
 
     async def _all_ended(self) -> None:
         while self._links():

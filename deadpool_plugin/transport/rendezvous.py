@@ -19,7 +19,7 @@ import msgspec
 
 from ..core.types import Count, NodeId, listed
 from ..errors import PeerRefused, TransportError
-from .framing import ConnectionClosed, put, put_frame, take
+from .framing import ConnectionClosed, put, take
 from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Listener, dialled
 from .sockets import Address, address_towards, closed_on_error, listening, remote_name
 from .tasks import Tasks, loop_time
@@ -70,10 +70,7 @@ async def meet(
     nodes_total: int, master: Address, hello: Hello, credentials: Credentials, timeout_s: float
 ) -> list[Hello]:
     """Exchange hellos at `master`. Returns: every node's, in the order of node ids.
-
-    Raises: TransportError naming the nodes that did not come in time; PeerRefused if node 0 has another secret
-    (node 0 itself goes on waiting, and names those it refused at its deadline).
-    """
+    Raises: TransportError naming the nodes that did not come in time; PeerRefused if node 0 has another secret."""
     if hello.node == 0:
         return await _Host(nodes_total, master, hello, credentials).wait(timeout_s)
     try:
@@ -101,13 +98,12 @@ class _Host:
 
     async def wait(self, timeout_s: float) -> list[Hello]:
         """Wait for all, and hand out the table. Raises: TransportError, which the nodes that have come are told."""
-        listener, tasks = (
-            Listener(await self._listen(), PURPOSE, self._credentials, 0, self._greet, _log.warning),
-            Tasks(),
-        )
+        listener = Listener(await self._listen(), PURPOSE, self._credentials, 0, self._greet, _log.warning)
+        tasks = Tasks()
         tasks.start(listener.serve(tasks))
         try:
-            table = await self._table(timeout_s, listener.refused)
+            await self._all_met(timeout_s, listener.refused)
+            table = [self._hellos[node] for node in sorted(self._hellos)]
             await self._tell_all(_Table(table))
             return table
         except TransportError as failure:
@@ -119,8 +115,11 @@ class _Host:
             for sock in self._socks.values():
                 sock.close()
 
-    async def _table(self, timeout_s: float, refused: Mapping[str, str]) -> list[Hello]:
-        saying = asyncio.get_running_loop().call_later(SAY_AFTER_S, self._say_who_is_missing)
+    async def _all_met(self, timeout_s: float, refused: Mapping[str, str]) -> None:
+        def say() -> None:  # a firewall, or an address that several hosts have, shows in nothing else for minutes
+            _log.warning("still waiting at %s for node %s", self._where, self._missing())
+
+        saying = asyncio.get_running_loop().call_later(SAY_AFTER_S, say)
         try:
             async with asyncio.timeout(timeout_s):
                 while len(self._hellos) < self._nodes_total and not self._superseded:
@@ -140,7 +139,6 @@ class _Host:
                 f"a later launch of this job has come from {self._superseded}: this one ends, which still waited "
                 f"for node {self._missing()}"
             )
-        return [self._hellos[node] for node in sorted(self._hellos)]
 
     async def _listen(self) -> socket.socket:
         """Listen at the port, from which an earlier launch is told to go. Raises: TransportError if it is taken."""
@@ -162,10 +160,6 @@ class _Host:
 
     def _missing(self) -> str:
         return listed(node for node in range(self._nodes_total) if node not in self._hellos)
-
-    def _say_who_is_missing(self) -> None:
-        """Warn: a firewall, or an address that several hosts have, shows in nothing else for minutes."""
-        _log.warning("still waiting at %s for node %s", self._where, self._missing())
 
     async def _greet(self, sock: socket.socket, peer: NodeId) -> None:
         def refusal(reason: str, remedy: str = "") -> PeerRefused:
@@ -198,12 +192,12 @@ class _Host:
         self._changed.set()
 
     async def _tell_all(self, answer: _Table | _Failed) -> None:
-        body = msgspec.msgpack.encode(answer)
+        encoded = msgspec.Raw(msgspec.msgpack.encode(answer))
 
         async def tell(peer: NodeId, sock: socket.socket) -> None:
             try:
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                    await put_frame(sock, body)
+                    await put(sock, encoded)
             except OSError as error:  # it will be missing from the mesh, with an error that names it
                 _log.warning("node %d left the rendezvous: %r", peer, error)
 

@@ -45,9 +45,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 def listen_tcp(host: str, port_range: tuple[int, int] | None = None) -> socket.socket:
     """Listen on the interface `host` ("" for all), at a free port or one of the range (ends included).
-
-    Raises: ConfigError if the interface does not exist or every port of the range is taken.
-    """
+    Raises: ConfigError if the interface does not exist or every port of the range is taken."""
     ports = range(port_range[0], port_range[1] + 1) if port_range else (0,)
     for port in ports:
         try:
@@ -75,9 +73,7 @@ def remote_name(sock: socket.socket) -> str:
 
 async def connected(address: Address) -> socket.socket:
     """Connect to `address` (a name or a number) by the first of its addresses that answers; the socket does not block.
-
-    Raises: OSError; ConnectionRefusedError only if all refuse.
-    """
+    Raises: OSError; ConnectionRefusedError only if all refuse."""
     loop = asyncio.get_running_loop()
     try:  # a number needs none of the threads that names are looked up in: others may hold them all
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

@@ -22,7 +22,7 @@ import msgspec
 
 from ..core.local import AnyLocalMessage, LocalMessage
 from ..errors import CorruptFrame, PeerRefused, TransportError
-from .framing import LENGTH, ConnectionClosed, FrameBuffer, checked_length, pack_frame
+from .framing import LENGTH, ConnectionClosed, FrameBuffer, checked_length, decoded, pack_frame
 from .sockets import closed_on_error
 
 LOCAL_FRAME_BYTES_MAX = 1 << 30
@@ -48,18 +48,6 @@ def listen_unix(name: str) -> socket.socket:
             sock.listen(256)
     except OSError as error:
         raise TransportError(f"cannot listen at the local socket @{name}: {error}; does another agent run?") from error
-    return sock
-
-
-def connect_unix(name: str) -> socket.socket:
-    """Connect to the listener `name`, which must be the same user's. Raises: ConnectionClosed, PeerRefused."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with closed_on_error(sock):
-            sock.connect("\0" + name)
-            _check_same_user(sock, f"@{name}")
-    except OSError as error:
-        raise ConnectionClosed(f"nobody answers at the local socket @{name}: {error}") from error
     return sock
 
 
@@ -98,12 +86,9 @@ def _receive(sock: socket.socket, size: int, fds: list[int]) -> bytes:
     return data
 
 
-def _decoded(body: bytes, fds: list[int]) -> tuple[AnyLocalMessage, list[int]]:
+def _message(body: bytes, fds: list[int]) -> tuple[AnyLocalMessage, list[int]]:
     """Decode a message, and take its descriptors out of `fds`. Raises: CorruptFrame."""
-    try:
-        message: AnyLocalMessage = _decoder.decode(body)
-    except msgspec.MsgspecError as error:
-        raise CorruptFrame(f"cannot read a message of {len(body)} bytes: {error}") from error
+    message: AnyLocalMessage = decoded(_decoder, body)
     count = getattr(message, "descriptors", 0)
     if len(fds) < count:
         raise CorruptFrame(f"{type(message).__name__} came with {len(fds)} descriptors, expected {count}")
@@ -113,11 +98,8 @@ def _decoded(body: bytes, fds: list[int]) -> tuple[AnyLocalMessage, list[int]]:
 
 
 class LocalConnection:
-    """The blocking end of a connection, that of a supervisor or worker.
-
-    Thread: `send` from any thread; `recv` from one thread at a time. Never reads beyond one frame, so `fileno`
-    may be given to a selector.
-    """
+    """The blocking end of a connection, a supervisor's or worker's; it never reads beyond one frame, for `select`.
+    Thread: `send` from any thread; `recv` from one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -125,17 +107,22 @@ class LocalConnection:
 
     @classmethod
     def to(cls, name: str) -> LocalConnection:
-        """Connects to the agent that listens at the abstract name."""
-        return cls(connect_unix(name))
+        """Connects to the listener `name`, which must be the same user's. Raises: ConnectionClosed, PeerRefused."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with closed_on_error(sock):
+                sock.connect("\0" + name)
+                _check_same_user(sock, f"@{name}")
+        except OSError as error:
+            raise ConnectionClosed(f"nobody answers at the local socket @{name}: {error}") from error
+        return cls(sock)
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def send(self, message: LocalMessage, fds: Sequence[int] = ()) -> None:
         """Sends `message` and duplicates of `fds` (the caller keeps its own). Raises: ConnectionClosed.
-
-        Blocks: while the other end does not read.
-        """
+        Blocks: while the other end does not read."""
         frame = _packed(message)
         try:
             with self._send_lock:
@@ -147,13 +134,11 @@ class LocalConnection:
 
     def recv(self) -> tuple[AnyLocalMessage, list[int]]:
         """Receive a message and its descriptors, which then belong to the caller. Blocks: until it is here.
-
-        Raises: ConnectionClosed at the end of the stream.
-        """
+        Raises: ConnectionClosed at the end of the stream."""
         fds: list[int] = []
         try:
             length = checked_length(self._recv_exact(LENGTH.size, fds), LOCAL_FRAME_BYTES_MAX)
-            return _decoded(self._recv_exact(length, fds), fds)
+            return _message(self._recv_exact(length, fds), fds)
         finally:
             close_descriptors(fds)
 
@@ -178,9 +163,7 @@ class LocalConnection:
 
 class LocalPeer:
     """The agent's end of one connection; a peer that breaks the protocol, or lets its backlog overflow, is cut off.
-
-    `pid` is the process at the other end; `tag` is the owner's to use. Thread: the event loop's only.
-    """
+    `pid` is the process at the other end; `tag` is the owner's to use. Thread: the event loop's only."""
 
     def __init__(self, sock: socket.socket, pid: int, server: LocalServer) -> None:
         self.pid, self._sock, self._server = pid, sock, server
@@ -279,7 +262,7 @@ class LocalPeer:
             if not data:
                 self._end()
             for body in self._buffer.feed(data):
-                message, fds = _decoded(body, self._received)
+                message, fds = _message(body, self._received)
                 self._server.unheard.pop(self, None)
                 self._server.on_message(self, message, fds)
                 if self.closed:

@@ -83,9 +83,9 @@ class Watched(Agent):
             row.add("received_bytes", LENGTH.size + len(frame))
             take_in(peer, link, frame)
 
-        def lost(peer: NodeId, reason: str) -> None:
+        def lost(one: api.LinkLost) -> None:
             row.set("noticed_ns", time.monotonic_ns())
-            lose(peer, reason)
+            lose(one)
 
         mesh._received = received  # type: ignore[method-assign]
         mesh._on_lost = lost

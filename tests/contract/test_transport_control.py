@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from support import expect
 
+from deadpool_plugin.core.api import LinkLost
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, Status
 from deadpool_plugin.errors import PeerRefused, TransportError
 from deadpool_plugin.transport import handshake
@@ -25,7 +26,7 @@ T = TypeVar("T")
 class Node:
     def __init__(self, node: int, secret: bytes = b"secret", job: str = "", **options: Any) -> None:
         self.messages: asyncio.Queue[tuple[int, AnyMessage]] = asyncio.Queue()
-        self.lost: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        self.lost: asyncio.Queue[LinkLost] = asyncio.Queue()
         self.credentials = Credentials(secret, job)
         self.transport = ControlMesh(
             node,
@@ -33,7 +34,7 @@ class Node:
             "127.0.0.1",
             None,
             lambda peer, message: self.messages.put_nowait((peer, message)),
-            lambda peer, reason: self.lost.put_nowait((peer, reason)),
+            self.lost.put_nowait,
             **options,
         )
 
@@ -103,7 +104,7 @@ def test_a_lost_link_is_told_once_and_ends_nothing_else() -> None:
         async with mesh(3) as nodes:
             await nodes[2].transport.close()
             for node in nodes[:2]:
-                assert (await soon(node.lost))[0] == 2
+                assert (await soon(node.lost)).node == 2
                 node.transport.send(2, status(1))
             nodes[0].transport.send(1, status(5))
             assert await soon(nodes[1].messages) == (0, status(5))
@@ -140,7 +141,7 @@ def test_a_dropped_node_is_told_by_its_link_and_we_are_not() -> None:
     async def scenario() -> None:
         async with mesh(3) as nodes:
             nodes[0].transport.drop(2)
-            assert (await soon(nodes[2].lost))[0] == 0
+            assert (await soon(nodes[2].lost)).node == 0
             nodes[1].transport.send(0, status(1))
             await soon(nodes[0].messages)
             assert nodes[0].lost.empty()
@@ -169,8 +170,8 @@ def test_a_node_that_dies_while_the_others_link_up_is_lost_and_they_do_not_wait_
         await nodes.pop(dead).transport.close()
         await asyncio.gather(*(node.transport.connect(table, WAIT_S) for node in nodes))
         for node in nodes:
-            lost, reason = await soon(node.lost)
-            assert lost == dead and "nobody listens there any more" in reason and not node.transport.silent
+            lost = await soon(node.lost)
+            assert lost.node == dead and "nobody listens there any more" in lost.reason and not lost.silent
         await asyncio.gather(*(node.transport.close() for node in nodes))
 
     asyncio.run(scenario())
@@ -260,7 +261,7 @@ def test_a_link_that_its_dialler_gives_up_while_others_are_awaited_is_no_lost_no
         await asyncio.gather(linking, *(node.transport.connect(table, WAIT_S) for node in nodes[1:]))
         assert first.transport.linked == {1, 2} and first.lost.empty()
         await nodes[1].transport.close()
-        assert (await soon(first.lost))[0] == 1
+        assert (await soon(first.lost)).node == 1
         await asyncio.gather(*(node.transport.close() for node in nodes))
 
     asyncio.run(scenario())
@@ -285,8 +286,8 @@ def test_a_peer_that_sends_rubbish_is_lost_with_the_reason() -> None:
     async def scenario() -> None:
         async with mesh(2) as nodes:
             nodes[0].transport.send(1, ["no", "message"])  # type: ignore[arg-type]
-            peer, reason = await soon(nodes[1].lost)
-            assert peer == 0 and "cannot be read" in str(reason)
+            lost = await soon(nodes[1].lost)
+            assert lost.node == 0 and "cannot be read" in lost.reason
 
     asyncio.run(scenario())
 

@@ -14,6 +14,7 @@ import pytest
 from support import present
 from support.relay import Relay
 
+from deadpool_plugin.core.api import LinkLost
 from deadpool_plugin.core.messages import AnyMessage, Status
 from deadpool_plugin.transport.framing import ACKNOWLEDGE_EVERY
 from deadpool_plugin.transport.handshake import Credentials
@@ -34,16 +35,22 @@ class Node:
         self.heard: asyncio.Queue[int] = asyncio.Queue()
         self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.still_silent: asyncio.Queue[str] = asyncio.Queue()
+        self.silent: set[int] = set()
         self.mesh = ControlMesh(
             node,
             Credentials(b"secret", "job"),
             "127.0.0.1",
             None,
             self._hear,
-            lambda peer, reason: self.lost.put_nowait(reason),
+            self._lose,
             patience_s,
-            on_still_silent=lambda peer, reason: self.still_silent.put_nowait(reason),
         )
+
+    def _lose(self, lost: LinkLost) -> None:
+        assert lost.silent or not lost.still
+        if lost.silent:
+            self.silent.add(lost.node)
+        (self.still_silent if lost.still else self.lost).put_nowait(lost.reason)
 
     def _hear(self, peer: int, message: AnyMessage) -> None:
         assert isinstance(message, Status)
@@ -306,7 +313,7 @@ def test_a_lost_node_is_not_linked_again() -> None:
             link.cut(target=False)
             assert "it wants none" in await asyncio.wait_for(second.lost.get(), WAIT_S)
             assert first.mesh.linked == second.mesh.linked == set()
-            assert first.mesh.silent == {1} and second.mesh.silent == {0}, "both may live"
+            assert first.silent == {1} and second.silent == {0}, "both may live"
 
     run(scenario)
 
@@ -340,6 +347,6 @@ def test_who_dies_while_its_link_is_made_again_is_lost(leaves: int) -> None:
             relay._server.close()
             other._server.close()
             await asyncio.wait_for(stays.lost.get(), WAIT_S)
-            assert not stays.mesh.linked and not stays.mesh.silent
+            assert not stays.mesh.linked and not stays.silent
 
     run(scenario)

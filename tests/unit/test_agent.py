@@ -597,5 +597,6 @@ def test_a_death_is_seen_before_its_core_dump_is_written(tmp_path, state, flags,
 def test_a_link_that_stays_silent_is_told_as_a_silent_one():
     """One that is closed counts against its node at once; a silent one may be the fault of this pair of hosts."""
     fed: list[api.Input] = []
-    Links._still_silent(fake(_node=local_node(feed=fed.append)), 3, "no answer")
-    assert fed == [api.LinkLost(3, "no answer", silent=True, still=True)]
+    lost = api.LinkLost(3, "no answer", silent=True, still=True)
+    Links._link_lost(fake(_node=local_node(feed=fed.append), gone=lambda node: None), lost)
+    assert fed == [lost]

@@ -21,7 +21,7 @@ from deadpool_plugin.core.local import (
 )
 from deadpool_plugin.transport import unix
 from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
-from deadpool_plugin.transport.unix import LocalConnection, LocalPeer, LocalServer, connect_unix, listen_unix
+from deadpool_plugin.transport.unix import LocalConnection, LocalPeer, LocalServer, listen_unix
 
 WAIT_S = 20.0
 
@@ -189,7 +189,8 @@ def test_senders_of_many_threads_do_not_mix() -> None:
 def test_a_peer_that_breaks_the_protocol_is_cut_off(rubbish: bytes) -> None:
     async def scenario() -> None:
         agent = Agent()
-        sock = await asyncio.to_thread(connect_unix, agent.name)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect("\0" + agent.name)
         sock.sendall(rubbish)
         await asyncio.wait_for(agent.closed.get(), WAIT_S)
         assert len(agent.refused) == 1 and not agent.server.peers
@@ -208,7 +209,7 @@ def test_the_end_of_the_agent_is_told() -> None:
     with pytest.raises(ConnectionClosed):
         worker.send(Committed(1))
     with pytest.raises(ConnectionClosed, match="nobody answers"):
-        connect_unix("deadpool-test-nobody")
+        LocalConnection.to("deadpool-test-nobody")
 
 
 def test_close_wakes_a_blocked_receiver() -> None:
@@ -246,9 +247,10 @@ def test_the_oldest_connections_that_say_nothing_go_first(monkeypatch: pytest.Mo
 
     async def scenario() -> None:
         async with greeted() as (agent, worker, peer):
-            silent = [await asyncio.to_thread(connect_unix, agent.name) for _ in range(12)]
+            silent = [await asyncio.to_thread(LocalConnection.to, agent.name) for _ in range(12)]
             for one in silent[:-4]:
-                assert await asyncio.to_thread(one.recv, 1) == b""
+                with pytest.raises(ConnectionClosed, match="closed it"):
+                    await asyncio.to_thread(one.recv)
             assert len(agent.server.unheard) <= 4 and peer in agent.server.peers
             worker.send(WorkerHello(0, 1, 3, False))
             assert (await agent.next())[0] is peer
