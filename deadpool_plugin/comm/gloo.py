@@ -16,6 +16,7 @@ import math
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -30,8 +31,9 @@ from .collective import BATCH, BLOCKING, OPERATIONS, Operation
 from .fabric import Fabric, HandleWork, SwapWork
 from .generations import SLICE_S, Generations
 from .handle import Handle
-from .store import listening
 
+listening = threading.Lock()
+"""Held by whoever opens a listener: gloo's are told from others by what there is before and after."""
 UNSLICED = frozenset(name for name, kind in OPERATIONS.items() if kind in {"send", "recv", "reduce_scatter"})
 """A timed wait breaks a send or receive; one for a reduce_scatter, made of several operations, ignores its time-out and
 blocks for the group's (measured). Of the others it leaves things as they are when the time is up."""
@@ -62,8 +64,7 @@ class GlooFabric(Fabric):
     def build(self, handle: Handle, store: Store) -> Backend:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
         options._devices, options._timeout = self._devices, handle.timeout
-        if hasattr(options, "global_ranks_in_group"):
-            options.global_ranks_in_group, options.group_name = list(handle.ranks), handle.key
+        options.global_ranks_in_group, options.group_name = list(handle.ranks), handle.key
         size = handle.size()
         backend = ProcessGroupGloo(store if size > 1 else HashStore(), handle.rank(), size, options)
         backend._set_sequence_number_for_group()
@@ -113,12 +114,8 @@ class GlooFabric(Fabric):
                 break
             except RuntimeError:
                 now = time.monotonic()
-                if inner.is_completed():
-                    self._unfinished.discard(work)
-                    inner.wait()
-                    return
-                # a Work made of several never says that it is completed, but fails at once
-                if now - began < SLICE_S / 2 or now >= limit:
+                # one that has failed fails at once; a Work made of several never says that it is completed
+                if now - began < SLICE_S / 2 or (now >= limit and not inner.is_completed()):
                     self._unfinished.discard(work)
                     raise
             if self.generations.announced > work.generation:

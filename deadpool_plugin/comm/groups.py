@@ -1,4 +1,4 @@
-"""The process-wide registry of handles, and the network of the current generation behind them.
+"""The process-wide registry of handles, the network of the current generation behind them, and the store below that.
 
 Rules of this file: operations come from whatever thread torch issues them in (asynchronous saves and autograd have
 their own), `interrupt` from any, everything else is the main thread's. Whatever waits for peers inside of a library,
@@ -9,31 +9,36 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import os
+import socket
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from ..errors import InvariantViolated, Unsupported, present
+from ..transport import sockets
 from ..transport.flight_recorder import FlightRecorder
-from . import store as stores
 from .collective import Operation, note
 from .fabric import Fabric, HandleWork
 from .generations import Generations
-from .gloo import GlooFabric
+from .gloo import GlooFabric, listening
 from .handle import Handle, Runtime, members
 from .nccl import NcclFabric
 from .record import Recorder, Replay, user_frame
 
 T = TypeVar("T")
 _QUIESCE_S = 30.0
+_ANSWER_LIMIT, _WAIT_LIMIT = timedelta(seconds=300), timedelta(days=30)  # of a store
 
 
 class Groups(Runtime):
@@ -258,7 +263,7 @@ class Network:
     """The store of one generation, and a fabric per backend. Blocks: until the store at `address` answers."""
 
     def __init__(self, generation: int, address: str, generations: Generations) -> None:
-        self.store: Store = PrefixStore(str(generation), stores.connect(address))
+        self.store: Store = PrefixStore(str(generation), connect_store(address))
         self.fabrics: dict[str, Fabric] = {}
         self._generations = generations
 
@@ -280,3 +285,49 @@ class Network:
         if os.environ.get("TORCH_DIST_NAN_CHECK") == "1" and hasattr(c10d, "NanCheckHook"):  # from torch 2.15 on
             c10d.NanCheckHook.attach(group)  # torch has attached it to the handle, whose C++ side moves no data
         return group
+
+
+# ---- the store: whoever hosts it keeps it while groups of its generation may still talk to it
+
+
+def host_store(host: str | None = None) -> tuple[TCPStore, str]:
+    """Start a store in this process, which lives as long as its object. Returns: it, and its "host:port".
+
+    Args:
+        host: the address others reach this process at; by default that of gloo's interface (GLOO_SOCKET_IFNAME), else
+            its agent's (DEADPOOL_ADDRESS), else what its name resolves to.
+    """
+    address = host or _own_address()
+    with listening:
+        listener = sockets.listening(_bound(address), 0)
+    port = listener.getsockname()[1]
+    server = TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=_ANSWER_LIMIT,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+    return server, f"{address}:{port}"
+
+
+def connect_store(address: str) -> TCPStore:
+    """Connect to the store at "host:port". Blocks: up to _ANSWER_LIMIT until it answers."""
+    host, port = address.rsplit(":", 1)
+    client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_ANSWER_LIMIT)
+    client.set_timeout(_WAIT_LIMIT)  # who was to set a key, and is lost or gets no further, is missed by the protocol
+    return client
+
+
+def _own_address() -> str:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+    for found in psutil.net_if_addrs().get(interface, ()):
+        if found.family == socket.AF_INET:
+            return str(found.address)
+    return os.environ.get("DEADPOOL_ADDRESS") or socket.gethostbyname(socket.gethostname())
+
+
+def _bound(address: str) -> str:
+    """Return where to listen: everywhere if a host's own name is a loopback address on itself (Debian's 127.0.1.1)."""
+    if ":" in address or address == "localhost":
+        return address
+    resolved = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    *_, (found, *_) = min(resolved, key=lambda one: one[0])  # IPv4 where it has both
+    return "" if ipaddress.ip_address(found).is_loopback and found != address else str(found)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 from ..errors import Unsupported
 from ..transport.flight_recorder import GroupRecord
@@ -147,8 +148,6 @@ def members(given: Any) -> tuple[int, ...]:
     return tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
 
 
-LACKING = ("splitting", "coalescing", "time_estimate", "abort_hooks", "completion_hooks", "reconfigure", "window")
-"""The other features that torch asks a group for; a handle has none of them."""
 REFUSED = (
     "get_reconfigure_handle",
     "new_window",
@@ -182,7 +181,8 @@ def _forward(name: str) -> Callable[..., Any]:
 for _name in OPERATIONS:
     if hasattr(dist.ProcessGroup, _name):
         setattr(Handle, _name, _forward(_name))
-for _name in LACKING:
-    setattr(Handle, f"supports_{_name}", property(lambda self: False))
+for _name in {*vars(dist.ProcessGroup), *vars(Backend)}:  # the latter is asked of a handle in a rehearsal
+    if _name.startswith("supports_"):
+        setattr(Handle, _name, property(lambda self: False))
 for _name in REFUSED:
     setattr(Handle, _name, _refuse(_name))

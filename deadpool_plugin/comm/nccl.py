@@ -94,8 +94,7 @@ class NcclFabric(Fabric):
                 options.config = handle.options.config
             options.config.blocking = 1
         options._timeout = handle.timeout
-        if hasattr(options, "global_ranks_in_group"):
-            options.global_ranks_in_group, options.group_name = list(handle.ranks), handle.key
+        options.global_ranks_in_group, options.group_name = list(handle.ranks), handle.key
         backend = dist.ProcessGroupNCCL(store, handle.rank(), handle.size(), options)
         backend._set_sequence_number_for_group()
         self._backends.append(backend)

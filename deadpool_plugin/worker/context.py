@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 
 from ..comm import patches
 from ..comm.collective import Operation
-from ..comm.groups import Groups
+from ..comm.groups import Groups, host_store
 from ..comm.handle import Handle
-from ..comm.store import host_store
 from ..core import local
 from ..errors import Divergence, Unsupported, present
 from . import saving

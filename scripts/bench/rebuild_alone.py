@@ -19,7 +19,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 
-from deadpool_plugin.comm import gloo, nccl, patches, store as stores
+from deadpool_plugin.comm import gloo, groups as groups_module, nccl, patches
 from deadpool_plugin.comm.fabric import HandleWork
 from deadpool_plugin.comm.groups import Groups
 
@@ -127,7 +127,7 @@ def count(layout: Layout, make_groups: Callable[[Layout], None], rank: int) -> d
     of_gloo = _Alone(ProcessGroupGloo, gloo_asks)
     of_nccl = _Alone(_NcclKind, lambda store, place, size: None)
     with (
-        mock.patch.object(stores, "connect", connect),
+        mock.patch.object(groups_module, "connect_store", connect),
         mock.patch.object(gloo, "ProcessGroupGloo", of_gloo),
         mock.patch.object(dist, "ProcessGroupNCCL", of_nccl, create=True),
         mock.patch.object(dist, "is_nccl_available", lambda: True),

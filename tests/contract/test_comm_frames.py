@@ -20,8 +20,7 @@ from support.stand_in import fake
 from support.zygote import in_zygote
 
 import deadpool_plugin
-from deadpool_plugin.comm.groups import Groups
-from deadpool_plugin.comm.store import host_store
+from deadpool_plugin.comm.groups import Groups, host_store
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.worker.calls import Call, CallKind
 from deadpool_plugin.worker.context import Context

@@ -33,9 +33,8 @@ from torch._C._distributed_c10d import ErrorType, PrefixStore
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_plugin.comm import patches
-from deadpool_plugin.comm.groups import Groups
+from deadpool_plugin.comm.groups import Groups, host_store
 from deadpool_plugin.comm.handle import Handle
-from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.errors import GenerationChanged
 
 pytestmark = [

@@ -17,7 +17,7 @@ from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
 from deadpool_plugin.comm.collective import Operation, code_of
-from deadpool_plugin.comm.store import host_store
+from deadpool_plugin.comm.groups import host_store
 from deadpool_plugin.core.messages import RankCalls
 from deadpool_plugin.core.pairing import differences
 from deadpool_plugin.core.types import MASK

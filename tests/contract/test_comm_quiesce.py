@@ -13,7 +13,7 @@ from support.zygote import in_zygote
 
 from deadpool_plugin.comm import gloo
 from deadpool_plugin.comm.gloo import GlooFabric
-from deadpool_plugin.comm.store import host_store
+from deadpool_plugin.comm.groups import host_store
 from deadpool_plugin.transport import linux
 
 TICKS = os.sysconf("SC_CLK_TCK")

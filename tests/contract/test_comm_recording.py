@@ -16,9 +16,8 @@ from support.zygote import in_zygote
 from deadpool_plugin.comm import patches, record
 from deadpool_plugin.comm.collective import Operation
 from deadpool_plugin.comm.fabric import HandleWork
-from deadpool_plugin.comm.groups import Groups
+from deadpool_plugin.comm.groups import Groups, host_store
 from deadpool_plugin.comm.record import Recorder, Replay
-from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.errors import Divergence, Unsupported
 
 LIMIT = 1 << 20

@@ -9,16 +9,16 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from deadpool_plugin.comm import gloo, store
+from deadpool_plugin.comm import gloo, groups
 
 
 def test_a_store_is_where_the_agent_says_its_node_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("DEADPOOL_ADDRESS", "127.0.0.2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    server, address = store.host_store()
+    server, address = groups.host_store()
     assert address.startswith("127.0.0.2:")
-    client = store.connect(address)
+    client = groups.connect_store(address)
     client.set("key", "value")
     assert server.get("key") == b"value"
     assert cast(Any, client).timeout.days == 30, "whoever was to set a key may have a long way to it"
@@ -27,7 +27,7 @@ def test_a_store_is_where_the_agent_says_its_node_is_reached(monkeypatch: pytest
 def test_gloos_interface_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("DEADPOOL_ADDRESS", "127.0.0.2")
-    assert store.host_store()[1].startswith("127.0.0.1:")
+    assert groups.host_store()[1].startswith("127.0.0.1:")
 
 
 @pytest.mark.parametrize(
@@ -52,18 +52,18 @@ def test_a_name_that_means_loopback_on_its_own_host_is_listened_for_everywhere(
         return [(socket.AF_INET6 if ":" in one else socket.AF_INET, type, 6, "", (one, 0)) for one in found]
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    assert store._bound(address) == bound
+    assert groups._bound(address) == bound
 
 
 def test_a_store_that_listens_everywhere_is_reached_in_whichever_family_its_name_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store, "_bound", lambda address: "")
-    server, address = store.host_store("localhost")
+    monkeypatch.setattr(groups, "_bound", lambda address: "")
+    server, address = groups.host_store("localhost")
     for host in ("127.0.0.1", "::1") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
         with socket.create_connection((host, int(address.rpartition(":")[2]))):
             pass
-    store.connect(address).set("key", "value")
+    groups.connect_store(address).set("key", "value")
     assert server.get("key") == b"value"
 
 
@@ -99,12 +99,12 @@ def test_a_store_is_not_hosted_while_gloos_listeners_are_told_from_others(monkey
         assert turnstile.came.wait(20) and not hosted
         return create_device(**named)
 
-    for module in (store, gloo):
+    for module in (groups, gloo):
         monkeypatch.setattr(module, "listening", turnstile)
     monkeypatch.setattr(socket, "create_server", open_listener)
     monkeypatch.setattr(dist.ProcessGroupGloo, "create_default_device", staticmethod(create_while_a_store_is_hosted))
     kept: list[object] = []
-    hosting = threading.Thread(target=lambda: kept.append(store.host_store()))
+    hosting = threading.Thread(target=lambda: kept.append(groups.host_store()))
     devices, listeners, loops = gloo._create_devices()
     hosting.join(20)
     assert len(devices) == len(listeners) == len(kept) == 1 and loops and listeners[0] not in hosted

@@ -18,8 +18,8 @@ from support.zygote import in_zygote
 from torch.distributed.device_mesh import init_device_mesh
 
 from deadpool_plugin.comm import collective, handle
+from deadpool_plugin.comm.groups import host_store
 from deadpool_plugin.comm.handle import Handle
-from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.errors import Unsupported
 
 

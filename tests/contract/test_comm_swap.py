@@ -23,9 +23,8 @@ from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
 from deadpool_plugin.comm import patches
-from deadpool_plugin.comm.groups import Groups
+from deadpool_plugin.comm.groups import Groups, host_store
 from deadpool_plugin.comm.handle import Handle
-from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.errors import GenerationChanged
 
 SIZE, VICTIM = 3, 1

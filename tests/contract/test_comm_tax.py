@@ -27,8 +27,7 @@ from support.zygote import in_zygote
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_plugin.comm import patches
-from deadpool_plugin.comm.groups import Groups
-from deadpool_plugin.comm.store import host_store
+from deadpool_plugin.comm.groups import Groups, host_store
 
 pytestmark = [pytest.mark.gpu, control.only_here]
 

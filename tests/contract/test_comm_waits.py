@@ -19,7 +19,7 @@ from deadpool_plugin.comm.collective import Operation
 from deadpool_plugin.comm.fabric import SwapWork
 from deadpool_plugin.comm.generations import Generations
 from deadpool_plugin.comm.gloo import GlooFabric
-from deadpool_plugin.comm.store import host_store
+from deadpool_plugin.comm.groups import host_store
 from deadpool_plugin.errors import GenerationChanged, StaleGeneration
 
 SAME, NEXT = Generations(explain_timeout_s=0.0), Generations(explain_timeout_s=0.0)

@@ -13,7 +13,7 @@ from support.comm import COLLECTIVES, battery, plain
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
-from deadpool_plugin.comm.store import host_store
+from deadpool_plugin.comm.groups import host_store
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,7 +21,7 @@ from support.comm import become, plain
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
-from deadpool_plugin.comm.store import host_store
+from deadpool_plugin.comm.groups import host_store
 
 pytestmark = [
     pytest.mark.gpu,
