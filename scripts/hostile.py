@@ -154,8 +154,12 @@ class Attack:
         return self._draw.choice([-1, -(1 << 62), (1 << 62) + 1, -2])
 
     def _shake(self, sock: socket.socket, purpose: str, identity: int) -> None:
+        async def shake() -> None:
+            async with asyncio.timeout(SHAKE_S):
+                await shake_hands(sock, self._secret, purpose, identity, dialling=True)
+
         sock.setblocking(False)
-        asyncio.run(shake_hands(sock, self._secret, purpose, identity, dialling=True, timeout_s=SHAKE_S))
+        asyncio.run(shake())
         sock.settimeout(SHAKE_S)
 
     def _bulk(self) -> None:

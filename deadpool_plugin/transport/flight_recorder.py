@@ -42,10 +42,9 @@ class GroupRecord:
     __slots__ = ("_entry", "_factor", "count", "digest")
 
     def __init__(self, entry: memoryview, key: str, place: int, size: int) -> None:
-        """Args: entry: empty for a group that finds no room."""
         self.count, self.digest = 0, _BEGIN
         self._factor = share(place, size, zlib.crc32(key.encode()))
-        self._entry = entry if len(entry) else memoryview(bytearray(_ENTRY_BYTES))
+        self._entry = entry if len(entry) else memoryview(bytearray(_ENTRY_BYTES))  # for a group that finds no room
         _NAME.pack_into(self._entry, 0, key.encode())
         _NOW.pack_into(self._entry, _NOW_AT, 0, _BEGIN, _BEGIN)
         for cut in (0, 1):
@@ -66,10 +65,9 @@ class GroupRecord:
 
 
 class FlightRecorder:
-    """The records of all groups of this process."""
+    """The records of all groups of this process: by key, this rank's place and size of each."""
 
     def __init__(self, area: memoryview, generation: Generation, groups: Sequence[tuple[str, int, int]]) -> None:
-        """Args: groups: key of each, this rank's place in it, its size."""
         if len(area):
             _HEAD.pack_into(area, 0, 0, 0)  # what was there belongs together no longer
         self.records = [GroupRecord(_entry(area, number), *group) for number, group in enumerate(groups, 1)]

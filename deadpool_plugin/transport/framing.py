@@ -141,10 +141,8 @@ async def take(sock: socket.socket, kinds: type[T] | Any) -> T:
 class FrameProtocol(asyncio.Protocol):
     """One framed connection on an event loop. `aborted`: it was ended here.
 
-    Args:
-        on_frame: called with each body; raising CorruptFrame ends the connection with that reason.
-        on_lost: called exactly once when the connection has ended, with the reason for people.
-        on_made: called when `send` begins to work, before the first frame.
+    Args: on_frame: gets each body, and may raise CorruptFrame, which ends the connection; on_lost: gets the reason once
+        the connection has ended; on_made: called when `send` begins to work, before the first frame.
     """
 
     def __init__(
@@ -218,11 +216,11 @@ class FrameProtocol(asyncio.Protocol):
 
 
 class ReliableChannel:
-    """One node's end of messages that arrive in order and once, over one connection after another.
+    """One node's end of messages that arrive in order and once, over one `connection` after another.
 
     A connection may end although both its ends live: something between them forgets it, or a kernel gives up too early.
     So messages are numbered, and kept until the other end has said that it has them. A new connection begins with all
-    that is kept. `connection`: the one in use, None while there is none. Thread: the event loop's only.
+    that is kept. Thread: the event loop's only.
     """
 
     def __init__(self) -> None:

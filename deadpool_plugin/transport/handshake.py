@@ -19,13 +19,14 @@ import socket
 import struct
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import PeerRefused, TransportError
-from .framing import ConnectionClosed, answered, recv_exact
-from .sockets import Address, bound_address, closed_on_error, connected, remote_name, tune
+from .framing import ConnectionClosed, answered, put, recv_exact, take
+from .sockets import Address, closed_on_error, connected, remote_name, tune
 from .tasks import Tasks
 
+T = TypeVar("T")
 _GREETING = struct.Struct("!8s32sI16s")  # magic with the protocol's version, nonce, identity, job
 _MAGIC = b"deadpl-3"
 _PROOF_BYTES = hashlib.sha256().digest_size
@@ -52,20 +53,12 @@ class Credentials:
 
 
 async def shake_hands(
-    sock: socket.socket,
-    credentials: Credentials,
-    purpose: str,
-    identity: int,
-    *,
-    dialling: bool,
-    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    sock: socket.socket, credentials: Credentials, purpose: str, identity: int, *, dialling: bool
 ) -> int:
-    """Proves secret and job to the other end of a fresh connection and returns its identity (a node id).
+    """Proves secret and job to the other end of a fresh connection, which does not block. Returns: its identity.
 
-    Args: sock: does not block.
-    Raises: PeerRefused, with the address, if the other end does not know the secret or is of another job;
-    ConnectionClosed if it hangs up, takes longer than `timeout_s` for all of it, or is to be tried again because one of
-    us does not know its job yet.
+    Raises: PeerRefused if the other end does not know the secret or is of another job; ConnectionClosed if it hangs up
+    or takes too long, or is to be tried again because one of us does not know its job yet.
     """
     address, loop, our_job, their_job = remote_name(sock), asyncio.get_running_loop(), credentials.job, ""
     ours, theirs = _GREETING.pack(_MAGIC, os.urandom(32), identity, our_job.encode()), b""
@@ -78,7 +71,7 @@ async def shake_hands(
         found = f"refused {address} ({purpose} connection): {reason}"
         return PeerRefused(found, remedy=remedy, address=address, job=their_job)
 
-    async with answered(timeout_s, f"the handshake with {address} ended early"):
+    async with answered(HANDSHAKE_TIMEOUT_S, f"the handshake with {address} ended early"):
         await loop.sock_sendall(sock, ours)
         theirs = await recv_exact(sock, len(_MAGIC))
         if theirs != _MAGIC:
@@ -104,11 +97,7 @@ async def shake_hands(
 
 
 async def dialled(
-    address: Address,
-    credentials: Credentials,
-    purpose: str,
-    identity: int,
-    silent_after_s: float = HANDSHAKE_TIMEOUT_S,
+    address: Address, credentials: Credentials, purpose: str, identity: int, silent_after_s: float = HANDSHAKE_TIMEOUT_S
 ) -> tuple[socket.socket, int]:
     """Connect and shake hands. Returns: the connection, which does not block; the peer's identity.
     Raises: OSError, and as `shake_hands`."""
@@ -118,6 +107,16 @@ async def dialled(
         return sock, await shake_hands(sock, credentials, purpose, identity, dialling=True)
 
 
+async def asked(
+    address: Address, credentials: Credentials, purpose: str, identity: int, question: object, kinds: type[T] | Any
+) -> T:
+    """Put one question on a connection of its own. Raises: OSError, EOFError, TransportError."""
+    sock, _ = await dialled(address, credentials, purpose, identity)
+    with sock:
+        await put(sock, question)
+        return await take(sock, kinds)
+
+
 class Listener:
     """A TCP listener, whose connections are handled once they have proved secret and job.
 
@@ -125,10 +124,9 @@ class Listener:
     one more ends the oldest. An honest peer that is ended so tries again. Thread: the event loop's only.
 
     Args:
-        handle: gets each proven connection, its own from then on, and the peer's identity. What it raises of
-            PeerRefused is told, TransportError, OSError and EOFError are logged.
+        handle: gets each proven connection, its own from then on, and the peer's identity. A PeerRefused that it raises
+            is told, a TransportError, OSError or EOFError logged.
         on_refused: gets each refused peer, once per host.
-        silent_after_s: as for `tune`.
     """
 
     def __init__(
@@ -142,7 +140,7 @@ class Listener:
         silent_after_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         sock.setblocking(False)
-        self.address: Address = bound_address(sock)
+        self.address: Address = sock.getsockname()[:2]
         self._sock, self._purpose, self._credentials, self._identity = sock, purpose, credentials, identity
         self._handle, self._on_refused, self._silent_after_s = handle, on_refused, silent_after_s
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 63)  # -1: as many as it likes

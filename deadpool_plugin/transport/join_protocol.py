@@ -13,8 +13,8 @@ import msgspec
 
 from ..core.types import Generation, NodeId
 from ..errors import TransportError
-from .framing import answered, put, take
-from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, dialled
+from .framing import answered
+from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, asked
 from .rendezvous import Hello
 from .sockets import Address, Port
 
@@ -111,10 +111,7 @@ async def ask(
     """Put one question to the member at `address`, on a connection of its own.
     Raises: ConnectionClosed if nobody answers there in time; PeerRefused if it does not share secret and job."""
     async with answered(timeout_s, f"nobody answers at {address[0]}:{address[1]}"):
-        sock, _ = await dialled(address, credentials, PURPOSE, GUEST)
-        with sock:
-            await put(sock, question)
-            return await take(sock, Answer)
+        return await asked(address, credentials, PURPOSE, GUEST, question, Answer)
 
 
 def expect(answer: Answer, kind: type[Any], where: str) -> Any:

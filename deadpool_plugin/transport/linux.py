@@ -64,12 +64,8 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(death_signal: int = signal.SIGKILL, parent: int | None = None) -> None:
-    """Let the kernel send this process `death_signal` when its parent ends; at once if it has ended already.
-
-    "Its parent" is the thread that forked it, hence to be a main one. Raises: OSError
-
-    Args: parent: the expected one; None: the present one, also where the true one has died before.
-    """
+    """Let the kernel send this process `death_signal` when its parent's thread that forked it ends; at once if that is
+    not `parent` any more (None: whichever it has now). Raises: OSError"""
     expected = os.getppid() if parent is None else parent
     prctl(PR_SET_PDEATHSIG, int(death_signal))
     if os.getppid() != expected:

@@ -20,7 +20,7 @@ import msgspec
 from ..core.types import Count, NodeId, listed
 from ..errors import PeerRefused, TransportError
 from .framing import ConnectionClosed, put, take
-from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Listener, dialled
+from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Listener, asked
 from .sockets import Address, address_towards, closed_on_error, listening, remote_name
 from .tasks import Tasks, loop_time
 
@@ -155,7 +155,7 @@ class _Host:
                     ) from error
             with contextlib.suppress(TransportError, OSError, EOFError):
                 async with asyncio.timeout(_RETRY_S * 5):
-                    await _ask(self._address, self._hello, self._credentials)
+                    await asked(self._address, self._credentials, PURPOSE, 0, self._hello, AnyAnswer)
             await asyncio.sleep(_RETRY_S)
 
     def _missing(self) -> str:
@@ -208,7 +208,7 @@ async def _join(master: Address, hello: Hello, credentials: Credentials) -> list
     say_at, said = loop_time() + SAY_AFTER_S, False
     while True:
         try:
-            answer = await _ask(master, hello, credentials)
+            answer: AnyAnswer = await asked(master, credentials, PURPOSE, hello.node, hello, AnyAnswer)
         except (ConnectionClosed, OSError, EOFError) as error:  # node 0 is not there yet, or was started again
             if not said and loop_time() >= say_at:
                 said, hint = True, ""
@@ -222,11 +222,3 @@ async def _join(master: Address, hello: Hello, credentials: Credentials) -> list
         if isinstance(answer, _Failed):
             raise TransportError(f"node 0 gave up: {answer.reason}")
         return answer.hellos
-
-
-async def _ask(master: Address, hello: Hello, credentials: Credentials) -> _Table | _Failed:
-    """Wait for node 0's answer to `hello`. Raises: TransportError, OSError, EOFError."""
-    sock, _ = await dialled(master, credentials, PURPOSE, hello.node)
-    with sock:
-        await put(sock, hello)
-        return await take(sock, AnyAnswer)

@@ -57,11 +57,6 @@ def listen_tcp(host: str, port_range: tuple[int, int] | None = None) -> socket.s
     raise ConfigError(f"all ports {ports[0]} to {ports[-1]} of {host or '*'} are taken", remedy="widen port_range")
 
 
-def bound_address(sock: socket.socket) -> Address:
-    host, port = sock.getsockname()[:2]
-    return host, port
-
-
 def remote_name(sock: socket.socket) -> str:
     """Name the other end as "host:port", for people and to know a host again, whichever family it comes by."""
     try:

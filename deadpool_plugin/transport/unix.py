@@ -276,11 +276,8 @@ class LocalPeer:
 class LocalServer:
     """Accepts local connections for as long as the running event loop runs. Thread: the event loop's only.
 
-    Args:
-        sock: of `listen_unix`.
-        on_message: gets (peer, message, descriptors); the descriptors belong to the callee.
-        on_closed: called once when a connection ends from the other side or by an error, not after `LocalPeer.close`.
-        on_refused: gets a sentence about a connection that was refused or broke the protocol.
+    Args: on_message: gets a message and its descriptors, which then belong to it; on_closed: called once when a
+        connection ends from the other side or by an error, not after `LocalPeer.close`.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream, InAnotherGenera
 from deadpool_plugin.transport import handshake, join_protocol, rendezvous
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.handshake import Credentials
-from deadpool_plugin.transport.sockets import bound_address, listen_tcp
+from deadpool_plugin.transport.sockets import listen_tcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -174,7 +174,7 @@ class Proxy:
 
     def __init__(self, target: tuple[str, int], flip_at: int) -> None:
         self._listener = listen_tcp("127.0.0.1")
-        self.address = bound_address(self._listener)
+        self.address = self._listener.getsockname()[:2]
         self._target, self._flip_at = target, flip_at
         self.flipped = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
@@ -576,7 +576,7 @@ def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
     a, b, _ = nodes
     a.stage(0, 3)
     with listen_tcp("127.0.0.1") as silent:  # accepts by its backlog, never answers
-        ok, reason = push(a.peer_at(bound_address(silent), silent_after_s=1.0), 0, 3)
+        ok, reason = push(a.peer_at(silent.getsockname()[:2], silent_after_s=1.0), 0, 3)
         assert not ok and "no bulk connection" in reason and "TimeoutError" in reason
     ok, reason = push(a.peer_at(("127.0.0.1", free_port())), 0, 3)
     assert not ok and "no bulk connection" in reason
@@ -586,7 +586,7 @@ def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
 
 def test_a_lost_host_that_does_not_answer_is_given_up(nodes: list[Node]) -> None:
     with contextlib.closing(listen_tcp("127.0.0.1")) as silent:
-        peer = nodes[0].peer_at(bound_address(silent), silent_after_s=50 * WAIT_S)
+        peer = nodes[0].peer_at(silent.getsockname()[:2], silent_after_s=50 * WAIT_S)
         pushed = peer.push_recording(0, 0, b"recording")
         silent.settimeout(WAIT_S)
         connection, _ = silent.accept()
@@ -599,7 +599,7 @@ def test_a_lost_host_that_does_not_answer_is_given_up(nodes: list[Node]) -> None
 def test_a_host_for_which_many_pushes_wait_is_lost_and_every_push_is_answered(nodes: list[Node]) -> None:
     """The first one waits in a handshake that nobody answers, and no more may wait for it."""
     with listen_tcp("127.0.0.1") as silent:
-        peer = nodes[0].peer_at(bound_address(silent), silent_after_s=50 * WAIT_S)
+        peer = nodes[0].peer_at(silent.getsockname()[:2], silent_after_s=50 * WAIT_S)
         pushes = [peer.push_recording(0, 0, b"")]
         with silent.accept()[0]:
             pushes += [peer.push_recording(0, 0, b"") for _ in range(transfers.QUEUE_MAX - 1)]

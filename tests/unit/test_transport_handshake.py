@@ -17,7 +17,7 @@ from deadpool_plugin.transport.framing import ConnectionClosed, recv_exact
 from deadpool_plugin.transport.handshake import ANY_JOB, Credentials, Listener, shake_hands
 from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.rendezvous import Hello, meet
-from deadpool_plugin.transport.sockets import bound_address, connected, listen_tcp
+from deadpool_plugin.transport.sockets import connected, listen_tcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -32,7 +32,7 @@ def hello(node: int) -> Hello:
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     with listen_tcp("127.0.0.1") as listener:
-        dialler = socket.create_connection(bound_address(listener))
+        dialler = socket.create_connection(listener.getsockname()[:2])
         return dialler, listener.accept()[0]
 
 
@@ -126,15 +126,16 @@ def test_who_has_not_met_the_others_yet_is_to_be_tried_again() -> None:
         assert isinstance(error, ConnectionClosed) and "try again" in str(error)
 
 
-def test_another_protocol_is_refused_and_silence_ends() -> None:
+def test_another_protocol_is_refused_and_silence_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     dialler, listener = tcp_pair()
     with dialler, listener:
         dialler.sendall(b"GET / HTTP/1.1\r\nHost: somewhere.else.example\r\n\r\n")
         with pytest.raises(PeerRefused, match="does not speak this protocol"):
             shake_one(listener, OURS, "x", 7, dialling=False)
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.05)
     dialler, listener = tcp_pair()
-    with dialler, listener, pytest.raises(ConnectionClosed, match="ended early"):
-        shake_one(listener, OURS, "x", 7, dialling=False, timeout_s=0.05)
+    with dialler, listener, pytest.raises(ConnectionClosed, match="ended early: time-out"):
+        shake_one(listener, OURS, "x", 7, dialling=False)
 
 
 def test_a_reflected_proof_is_refused() -> None:
@@ -150,8 +151,9 @@ def test_a_reflected_proof_is_refused() -> None:
     asyncio.run(scenario())
 
 
-def test_a_byte_now_and_then_is_no_handshake() -> None:
+def test_a_byte_now_and_then_is_no_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time is up, although the other end is never silent for long."""
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.5)
     dialler, listener = tcp_pair()
     ended = threading.Event()
 
@@ -165,7 +167,7 @@ def test_a_byte_now_and_then_is_no_handshake() -> None:
     with dialler, listener:
         thread.start()
         with pytest.raises(ConnectionClosed, match="ended early"):
-            shake_one(listener, OURS, "x", 1, dialling=False, timeout_s=0.5)
+            shake_one(listener, OURS, "x", 1, dialling=False)
         ended.set()
         thread.join(10)
 

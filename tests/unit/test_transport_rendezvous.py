@@ -16,7 +16,6 @@ from deadpool_plugin.transport.rendezvous import Hello, meet
 from deadpool_plugin.transport.sockets import (
     address_towards,
     allow_many_files,
-    bound_address,
     connected,
     listen_tcp,
     remote_name,
@@ -132,7 +131,7 @@ def test_too_many_open_files_end_no_meeting() -> None:
 def test_every_address_of_a_name_is_tried() -> None:
     async def scenario() -> None:
         with listen_tcp("127.0.0.1") as there:
-            targets = [("127.0.0.1", free_port()), bound_address(there)]
+            targets = [("127.0.0.1", free_port()), there.getsockname()[:2]]
 
             async def resolved(*name: object, **options: object) -> list[Any]:
                 return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", target) for target in targets]
@@ -179,7 +178,7 @@ def test_hosts_that_know_the_first_one_by_a_name_of_either_family_meet() -> None
 def test_who_listens_everywhere_is_reached_in_both_families_and_calls_a_host_by_one_name() -> None:
     with listen_tcp("") as listener:
         for host in ("127.0.0.1", "::1"):
-            with socket.create_connection((host, bound_address(listener)[1])) as dialler:
+            with socket.create_connection((host, listener.getsockname()[:2][1])) as dialler:
                 accepted, _ = listener.accept()
                 with accepted:
                     assert remote_name(accepted) == f"{host}:{dialler.getsockname()[1]}"
@@ -205,7 +204,7 @@ def test_a_host_without_ipv6_listens_all_the_same(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket, "create_server", without)
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: refused)
     with listen_tcp("") as listener:
-        assert listener.family == socket.AF_INET and bound_address(listener)[0] == "0.0.0.0"
+        assert listener.family == socket.AF_INET and listener.getsockname()[:2][0] == "0.0.0.0"
 
 
 def of_launch(node: int, launch: str) -> Hello:
@@ -251,6 +250,6 @@ def listens(port: int) -> bool:
 
 def test_a_port_of_another_program_is_said() -> None:
     with socket.create_server(("", 0)) as taken:
-        port = bound_address(taken)[1]
+        port = taken.getsockname()[:2][1]
         (error,) = asyncio.run(gather(port, 2, (0, b"s", 10)))
     assert isinstance(error, TransportError) and f"cannot listen at MASTER_PORT {port}" in str(error)
