@@ -56,7 +56,6 @@ ENVIRONMENT = {
 
 
 def _prepare_environment() -> None:
-    """Set `ENVIRONMENT`, and tell the user what it replaces. Raises: Unsupported at torch's debug level DETAIL."""
     if get_debug_level() == DebugLevel.DETAIL:  # which turns the watchdog's error handling on whatever is set
         raise Unsupported(
             "NCCL with TORCH_DISTRIBUTED_DEBUG=DETAIL, whose watchdog ends the process at the first error",

@@ -208,7 +208,6 @@ class LocalPeer:
             self.closed = True
             self._drop_queue()
             self._loop.remove_reader(self._sock)
-            self._server.peers.discard(self)
             self._server.unheard.pop(self, None)
             close_descriptors(self._received)
             self._sock.close()
@@ -285,16 +284,14 @@ class LocalServer:
         sock: socket.socket,
         on_message: Callable[[LocalPeer, AnyLocalMessage, list[int]], None],
         on_closed: Callable[[LocalPeer], None],
-        on_refused: Callable[[str], None] = _log.warning,
     ) -> None:
         sock.setblocking(False)
-        self.peers: set[LocalPeer] = set()
         self.unheard: dict[LocalPeer, None] = {}
         """Those that have said nothing yet, the oldest first."""
         self._refusals = 0
         self._refused: set[str] = set()
         self._sock = sock
-        self.on_message, self.on_closed, self._on_refused = on_message, on_closed, on_refused
+        self.on_message, self.on_closed = on_message, on_closed
         self._listen()
 
     def _listen(self) -> None:
@@ -321,15 +318,13 @@ class LocalServer:
         sock.setblocking(False)
         if len(self.unheard) >= UNHEARD_MAX:
             next(iter(self.unheard)).close()
-        peer = LocalPeer(sock, pid, self)
-        self.peers.add(peer)
-        self.unheard[peer] = None
+        self.unheard[LocalPeer(sock, pid, self)] = None
 
     def refused(self, peer: str, reason: str) -> None:
         """Say that something was refused: once for each of the first peers, and then at each power of ten."""
         self._refusals += 1
         if peer not in self._refused and len(self._refused) < REFUSALS_SAID:
             self._refused.add(peer)
-            self._on_refused(reason)
+            _log.warning(reason)
         elif self._refusals >= 10 and str(self._refusals).strip("0") == "1":
-            self._on_refused(f"{self._refusals} local connections were refused by now, the last: {reason}")
+            _log.warning("%d local connections were refused by now, the last: %s", self._refusals, reason)

@@ -33,14 +33,13 @@ class Agent:
         self.name = f"deadpool-test-{os.getpid()}-{id(self)}"
         self.messages: asyncio.Queue[tuple[LocalPeer, object, list[int]]] = asyncio.Queue()
         self.closed: asyncio.Queue[LocalPeer] = asyncio.Queue()
-        self.refused: list[str] = []
         self._listener = listen_unix(self.name)
-        self.server = LocalServer(
-            self._listener,
-            lambda peer, message, fds: self.messages.put_nowait((peer, message, fds)),
-            self.closed.put_nowait,
-            self.refused.append,
-        )
+        self._heard: set[LocalPeer] = set()
+        self.server = LocalServer(self._listener, self._hear, self.closed.put_nowait)
+
+    def _hear(self, peer: LocalPeer, message: object, fds: list[int]) -> None:
+        self._heard.add(peer)
+        self.messages.put_nowait((peer, message, fds))
 
     async def next(self) -> tuple[LocalPeer, object, list[int]]:
         return await asyncio.wait_for(self.messages.get(), WAIT_S)
@@ -48,7 +47,7 @@ class Agent:
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
-        for peer in list(self.server.peers):
+        for peer in (*self._heard, *self.server.unheard):
             peer.close()
 
 
@@ -186,14 +185,14 @@ def test_senders_of_many_threads_do_not_mix() -> None:
     [pack_frame(b"\xc1", 10), b"\xff" * 8, pack_frame(b"\x94\xadArenaHandOver\x00\x01\x02", 100)],
     ids=["not msgpack", "absurd length", "descriptor missing"],
 )
-def test_a_peer_that_breaks_the_protocol_is_cut_off(rubbish: bytes) -> None:
+def test_a_peer_that_breaks_the_protocol_is_cut_off(rubbish: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         agent = Agent()
         sock = socket.socket(socket.AF_UNIX)
         sock.connect("\0" + agent.name)
         sock.sendall(rubbish)
-        await asyncio.wait_for(agent.closed.get(), WAIT_S)
-        assert len(agent.refused) == 1 and not agent.server.peers
+        assert (await asyncio.wait_for(agent.closed.get(), WAIT_S)).closed
+        assert len(caplog.records) == 1 and not agent.server.unheard
         sock.close()
         agent.close()
 
@@ -227,16 +226,16 @@ def test_close_wakes_a_blocked_receiver() -> None:
     far.close()
 
 
-def test_a_refused_connection_is_a_line_once_and_then_a_count() -> None:
+def test_a_refused_connection_is_a_line_once_and_then_a_count(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         agent = Agent()
         for index in range(1000):
             agent.server.refused(f"process {index % 3}", f"number {index}")
         counted = [f"{n} local connections were refused by now, the last: number {n - 1}" for n in (10, 100, 1000)]
-        assert agent.refused == ["number 0", "number 1", "number 2", *counted]
+        assert caplog.messages == ["number 0", "number 1", "number 2", *counted]
         for index in range(1000, 3000):
             agent.server.refused(f"process {index}", f"number {index}")
-        assert len(agent.refused) == 6 + unix.REFUSALS_SAID - 3, "processes are many, too"
+        assert len(caplog.messages) == 6 + unix.REFUSALS_SAID - 3, "processes are many, too"
         agent.close()
 
     asyncio.run(scenario())
@@ -251,7 +250,7 @@ def test_the_oldest_connections_that_say_nothing_go_first(monkeypatch: pytest.Mo
             for one in silent[:-4]:
                 with pytest.raises(ConnectionClosed, match="closed it"):
                     await asyncio.to_thread(one.recv)
-            assert len(agent.server.unheard) <= 4 and peer in agent.server.peers
+            assert len(agent.server.unheard) <= 4 and not peer.closed
             worker.send(WorkerHello(0, 1, 3, False))
             assert (await agent.next())[0] is peer
             for one in silent:
@@ -260,7 +259,9 @@ def test_the_oldest_connections_that_say_nothing_go_first(monkeypatch: pytest.Mo
     asyncio.run(scenario())
 
 
-def test_without_descriptors_an_agent_accepts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_descriptors_an_agent_accepts_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As long as there is none it says so once, and does not run in circles."""
     monkeypatch.setattr(unix, "RETRY_S", 0.0)
 
@@ -280,7 +281,7 @@ def test_without_descriptors_an_agent_accepts_later(monkeypatch: pytest.MonkeyPa
         worker = await asyncio.to_thread(LocalConnection.to, agent.name)
         worker.send(WorkerHello(0, 1, 3, False))
         await agent.next()
-        assert [line for line in agent.refused if "too many" in line] == agent.refused[:1]
+        assert [line for line in caplog.messages if "too many" in line] == caplog.messages[:1]
         worker.close()
         agent.close()
 
