@@ -1,11 +1,11 @@
 """Outputs of the engine's forward, recorded for followers.
 
 Structures are torch's pytrees, to which libraries add theirs (Hugging Face's ModelOutput). Followers get the values of
-small outputs, and in the place of a large one:
-- of one that leads to a loss, zeros (`Guess`). The loss itself is told again when `engine.backward` is given it.
-- of any other, a `Placeholder` without values, to pass around, slice and compute with, which gives further ones. Taking
-  values, or writing them into a tensor that has some, raises Divergence. A recorded collective fills it with values.
-- of an object beside tensors (a cache of keys and values), a `PlaceholderObject`, only to pass around.
+small outputs, and stand-ins for others:
+- for a large one that leads to a loss, zeros (`Guess`). `engine.backward` tells the loss itself again.
+- for any other large one, a `Placeholder` without values, to pass around, slice and compute with. Taking values, or
+  writing them into a tensor that has some, raises Divergence. A recorded collective fills it with values.
+- for an object beside tensors (a cache of keys and values), a `PlaceholderObject`, only to pass around.
 """
 
 from __future__ import annotations
