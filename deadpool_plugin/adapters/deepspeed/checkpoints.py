@@ -41,8 +41,7 @@ def install(saves: Saves, calls: EngineCalls, engine_class: Any) -> None:
 class EngineSave(SaveCall):
     """A method of the engine that gathers weights, or saves them to `path`."""
 
-    path, whole = "", False
-    """`whole`: a job can go on from there."""
+    path, whole = "", False  # whole: a job can go on from there
 
     def __init__(
         self, calls: EngineCalls, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]

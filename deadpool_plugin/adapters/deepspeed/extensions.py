@@ -49,14 +49,12 @@ def install(tell: Callable[[str], None] = lambda text: None) -> None:
 
     @in_place_of(FileBaton, "release")
     def release(original: Function, baton: Any) -> Any:
-        descriptor = getattr(baton, "locked", None)
-        if descriptor is None:
+        if (descriptor := getattr(baton, "locked", None)) is None:
             return original(baton)
         if _is_current(baton, descriptor):
             os.remove(baton.lock_file_path)  # a process without us would wait for it
         os.close(descriptor)
         baton.locked = None
-        return None
 
 
 def _is_current(baton: Any, descriptor: int) -> bool:

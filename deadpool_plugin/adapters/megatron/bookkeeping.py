@@ -24,14 +24,13 @@ from ...worker.calls import Call
 Entry = dict[str, Any]
 """The entries of one tracker: tensors of sums, the groups they are reduced over, flags."""
 CORE = "megatron.core.transformer"
-REDUCTIONS = (
+REDUCTIONS = (  # module, class, function
     (f"{CORE}.moe.moe_utils", "", "reduce_aux_losses_tracker_across_ranks"),
     (f"{CORE}.moe.moe_logging", "MoEMetricsTracker", "_sync_metrics"),
     (f"{CORE}.multi_token_prediction", "MTPLossLoggingHelper", "reduce_loss_in_tracker"),
     (f"{CORE}.multi_token_prediction", "MTPLossLoggingHelper", "reduce_metrics_in_tracker"),
     (f"{CORE}.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper", "reduce_loss_in_tracker"),
 )
-"""Module, class, function."""
 LOOP = "megatron.training.training"
 CONSUME = "consume_seqlen_stats_in_iteration"
 LENGTHS = ("_seqlen_stats_in_iteration", "_seqlen_stats_active")
@@ -135,8 +134,7 @@ def _fields(entry: Any) -> Entry:
 
 # ---- gradient buckets: groups keep handles, a dispatched flag, and counts of gradients seen
 
-_lives = 0
-"""How often bucket groups were reset."""
+_lives = 0  # how often bucket groups were reset
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
