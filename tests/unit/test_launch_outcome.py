@@ -261,6 +261,15 @@ def test_a_host_without_a_last_word_is_lost_though_nobody_had_the_time_to_say_so
     assert capsys.readouterr().out.endswith(line)
 
 
+def test_a_host_that_has_said_nothing_since_it_joined_is_named(tmp_path, capsys):
+    """A spare that is lost before it is ready."""
+    write(tmp_path, 1, joined("late", 1.0))
+    write(tmp_path, 0, events.WorldFormed(time=1.1, node_of=(0,), spares=(1,)), joined("h1", 1.2), lost(1, at=2.0))
+    write(tmp_path, 0, events.JobFinished(time=3.0))
+    assert main(["outcome", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "[deadpool] the job finished; exit code 0; lost hosts: late\n"
+
+
 def test_a_host_that_left_early_makes_no_lost_ones_of_those_that_nobody_says_the_end_of(tmp_path, capsys):
     write(tmp_path, 0, events.WorldFormed(node_of=(0, 1), spares=(2,)), joined("h1", 1.0), lost(1, at=2.0))
     write(tmp_path, 1, *left(1, 87))
