@@ -100,10 +100,8 @@ class CheckpointLost(DeadpoolError):
     """An asynchronous save was cancelled by a swap and is not done again; the checkpoint before it stands."""
 
 
-class GenerationChanged(BaseException):
+class GenerationChanged(BaseException):  # `except Exception` in user code cannot eat it
     """Raised in a worker's main thread when its generation is over; unwinds to the entry of the current call."""
-
-    # No Exception, so that `except Exception` in user code cannot eat it.
 
     def __init__(self, generation: int) -> None:
         super().__init__(f"generation {generation} begins")

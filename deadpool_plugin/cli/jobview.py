@@ -245,8 +245,7 @@ class JobView:
         if isinstance(event, events.WorldFormed):
             active = len(set(event.node_of))
             text = f"{active} node(s) run {len(event.node_of)} rank(s), {len(event.spares)} node(s) stand by"
-        # Every node says that the job has ended.
-        if text and not (self.outcome and isinstance(event, (events.JobFinished, events.JobStopped))):
+        if text and not (self.outcome and isinstance(event, (events.JobFinished, events.JobStopped))):  # all say so
             self.lines.append(Line(event.time, event.node, text))
         match event:
             case events.NodeJoined():

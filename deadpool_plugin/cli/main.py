@@ -166,7 +166,8 @@ def _add_place(parser: argparse.ArgumentParser, name: str, **more: Any) -> None:
     where = parser.add_mutually_exclusive_group()
     line = "the job's output_dir, on a shared file system; without it and --to: that of the configuration"
     where.add_argument(name, type=Path, metavar="OUTPUT_DIR", help=line, **more)
-    where.add_argument("--to", metavar="HOST:PORT", help="a node of the job, as its output says (`to add a host: ...`)")
+    line = "a node of the job, as its output says (`to add a host: ...`)"
+    where.add_argument("--to", type=address, metavar="HOST:PORT", help=line)
     parser.add_argument(FLAG, dest="config", default="", metavar="FILE", help="the job's configuration file")
 
 
@@ -174,7 +175,7 @@ def _add_place(parser: argparse.ArgumentParser, name: str, **more: Any) -> None:
 def _place(args: argparse.Namespace, remedy: str) -> Iterator[Wish]:
     """Read the options of `_add_place`. An error of the block says so, and `remedy`, if the job's event logs say that
     it has ended. Raises: ConfigError."""
-    wish = Wish(None if args.to is None else address(args.to), args.job, args.config, args.command)
+    wish = Wish(args.to, args.job, args.config, args.command)
     try:
         yield wish
     except DeadpoolError as error:

@@ -143,8 +143,6 @@ def end_children(within_s: float) -> None:
 class SpareDescriptor:
     """A descriptor that is given up for a moment where there is no other one to look at /proc with."""
 
-    # Without it a process with too many open files is blind: it would take a living process for one that has gone.
-
     def __init__(self) -> None:
         self._fd = -1
         self._lock = threading.RLock()
@@ -160,7 +158,7 @@ class SpareDescriptor:
         except OSError as error:
             if error.errno not in _TOO_MANY or self._fd < 0:
                 raise
-        with self._lock:
+        with self._lock:  # a process that is blind would take a living one for one that has gone
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
