@@ -7,9 +7,9 @@ its own files included, and says so once.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
-import stat
 import tempfile
 from collections.abc import Container
 from pathlib import Path
@@ -213,8 +213,7 @@ def _lies_in(path: str, folder: str) -> bool:
 
 def _is_temporary(folder: str) -> bool:
     """Return whether `tempfile` has made it, for this process alone."""
-    try:
-        is_private = stat.S_IMODE(os.stat(folder).st_mode) == stat.S_IRWXU
-    except OSError:
-        return False
-    return is_private and _lies_in(folder, os.path.abspath(tempfile.gettempdir()))
+    with contextlib.suppress(OSError):
+        is_private = os.stat(folder).st_mode & 0o7777 == 0o700
+        return is_private and _lies_in(folder, os.path.abspath(tempfile.gettempdir()))
+    return False

@@ -23,8 +23,7 @@ from . import proof, rng
 from .copies import COPIED_BYTES_MAX, Kept
 
 POINTER = "wrap what it reads from: deadpool_plugin.data.resumable(...)"
-Numbered = Sequence[Sequence[Any]]
-"""Pairs: the number of an item, and what is known of it."""
+Numbered = Sequence[Sequence[Any]]  # pairs: the number of an item, and what is known of it
 WRAPPERS: dict[type, tuple[str, str]] = {}
 """Iterators of exactly these types hand out what the one in their first attribute gives, and need not be asked
 themselves. While the second attribute is true they repeat what they have given, and are not moved."""
@@ -148,8 +147,9 @@ class RewindIterator:
         for number in range(count):
             if number in before:
                 rng.restore_host(before[number])
-            if single:
-                indices.append(_pass_over(reader))
+            if single:  # as if it had been read
+                indices.append(reader._next_index())
+                reader._num_yielded += 1
             else:
                 digests.append(proof.digest(next(self.inner)))
         if single:
@@ -224,13 +224,6 @@ def prove(iterator: Iterator[Any], count: int) -> int | None:
     return proof.combined([proof.digest(reader._dataset_fetcher.fetch(index)) for index in reader.passed_over])
 
 
-def _pass_over(reader: Any) -> Any:
-    """Go on as if a batch had been read, which no worker process has been asked for yet. Returns: its indices."""
-    index = reader._next_index()
-    reader._num_yielded += 1
-    return index
-
-
 class _Behind(_MultiProcessingDataLoaderIter):
     """An iterator that is yet to be moved forward: once, by all it has missed, when somebody reads on.
 
@@ -251,7 +244,8 @@ class _Behind(_MultiProcessingDataLoaderIter):
         indices, digests = deque[Any](maxlen=min(look_at, proof.ITEMS_MAX)), []
         try:
             for _ in range(count - asked_for):
-                indices.append(_pass_over(self))
+                indices.append(self._next_index())  # type: ignore[no-untyped-call]
+                self._num_yielded += 1
             for number in range(min(count, asked_for)):
                 item = next(self)
                 if number >= count - look_at:
@@ -262,8 +256,8 @@ class _Behind(_MultiProcessingDataLoaderIter):
                 "as many batches as the process before this one read",
                 "give every process of the job the same data",
             ) from None
-        create: Any = _DatasetKind.create_fetcher
-        fetcher = create(self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last)
+        given = self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
+        fetcher = _DatasetKind.create_fetcher(*given)
         return [*digests, *(proof.digest(fetcher.fetch(index)) for index in indices)]
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:

@@ -24,9 +24,7 @@ from .adapter import Scalars
 
 PLAIN = (bool, int, float, str, type(None))
 OF_TORCH = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
-
-ByModule = dict[int, Scalars]
-"""Values by the number of their module and their name."""
+ByModule = dict[int, Scalars]  # values by the number of their module, and their name
 
 
 class _Place:
