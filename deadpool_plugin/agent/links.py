@@ -82,8 +82,7 @@ class Links:
     async def meet(self, hello: Hello) -> list[Hello]:
         """Exchange hellos at the master's address and link up with everyone. Raises: DeadpoolError."""
         place, credentials, timeout_s = self._node.place, self._node.credentials, meeting_s(self._node.config)
-        master = (place.master_addr, place.master_port)
-        hellos = await meet(place.nodes_total, master, hello, credentials, timeout_s)
+        hellos = await meet(place.nodes_total, (place.master_addr, place.master_port), hello, credentials, timeout_s)
         credentials.job = job_id(hellos)
         await self.mesh.connect({one.node: one.control for one in hellos}, timeout_s)
         for one in hellos:

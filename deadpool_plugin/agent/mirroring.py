@@ -46,8 +46,7 @@ class Mirroring:
         self._buddies: tuple[NodeId, ...] = ()
         self._failing_since: dict[NodeId, float] = {}
         self._newest: dict[Rank, Step] = {}
-        self._tasks = Tasks()
-        self._holds_strangers = False
+        self._tasks, self._holds_strangers = Tasks(), False
         self._history_said: set[bool] = set()
         self.profiles: dict[Rank, local.RankReady] = {}
 
@@ -265,8 +264,7 @@ class Mirroring:
                 raise
             return pair
 
-        asked = source.header_node, source.payload_node
         # Cancelled, the attempt under way goes on to its end: slots that somebody writes to are nobody else's.
-        pair = await self._ask(lambda: asyncio.shield(begin(fetched())), *asked)
+        pair = await self._ask(lambda: asyncio.shield(begin(fetched())), source.header_node, source.payload_node)
         took_s, nbytes = loop_time() - began, pair.payload_bytes
         self._node.reports.emit(events.SnapshotFetched(rank=source.rank, step=step, nbytes=nbytes, duration_s=took_s))

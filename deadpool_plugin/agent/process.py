@@ -120,8 +120,7 @@ class Agent:
         if joins:  # the job runs already: this host's first world is that of the plan that takes it in
             self._in_job = True
             self._reports.emit(events.NodeJoined(host=self._host.name, ranks=(), spare=True))
-            self.feed(api.Joining(members, rack_named(node.id, self._host.name, config.racks)))
-            return
+            return self.feed(api.Joining(members, rack_named(node.id, self._host.name, config.racks)))
         world = form_world(hellos, config)
         self._mirroring.enter(world)
         self._workers.form(world)
@@ -171,12 +170,10 @@ class Agent:
         job, witness = self._node.credentials.job, present(self._host.witness, "a plan is claimed without a witness")
         while True:
             try:
-                kept = await self._host.at_files(lambda: witness.keep(job, plan))
-                break
+                return self.feed(api.Claimed(await self._host.at_files(lambda: witness.keep(job, plan))))
             except (OSError, msgspec.MsgspecError) as error:
                 self._reports.emit(events.Note(f"the witness in {witness} does not answer: {error}"))
             await asyncio.sleep(WITNESS_RETRY_S)
-        self.feed(api.Claimed(kept))
 
     async def _look(self, generation: Generation) -> None:
         job, witness = self._node.credentials.job, present(self._host.witness, "a plan is sought without a witness")

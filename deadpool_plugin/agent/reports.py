@@ -24,7 +24,6 @@ RECENT_BYTES = 2 << 20  # in each of the two files for events that recur: 6,000 
 SILENCE_S = 30.0  # without a line of ours, before one says which ranks the job waits for; doubles with each such line
 NODES_MAX = 4  # that such a line names
 
-
 SENTENCES: dict[type[events.Event], str] = {
     events.TrainingStarted: "all ranks are in training",
     events.NodeLost: "{0.evidence}",

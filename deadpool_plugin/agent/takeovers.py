@@ -267,8 +267,7 @@ class TakeOvers:
         if step == NO_STEP:  # training had not begun, so nothing is lost: every rank's script begins anew
             self.drop()
             self._mirroring.start_over(world)
-            self._workers.form(world)
-            return
+            return self._workers.form(world)
         self._workers.enter(world, step)
         self._mirroring.enter(world, step)
         self.swapped(world.node_of, step)

@@ -77,8 +77,7 @@ class Workers:
         """Take in a process for a slot's newest order, and begin it unless it is to rehearse."""
         slot, process = self._slot(hello.local_rank), self._slot(hello.local_rank).living
         if process is None or process.order != hello.order:
-            peer.close()  # an order that has been overtaken
-            return
+            return peer.close()  # an order that has been overtaken
         peer.tag, process.peer, process.pid = slot, peer, hello.pid
         self._processes.watch(
             process.pid, lambda code: self.ended(slot, process, code), lambda s: self._stopped(slot, process, s)
@@ -369,8 +368,7 @@ class Workers:
         """Assign the file for the output of a rehearsal; until it is open, output stays in the pipe."""
         process = slot.living
         if process is None or process.peer is not peer:  # these are the last words of one that is known to be dead
-            close_descriptors(descriptors)
-            return
+            return close_descriptors(descriptors)
         pipe = self._node.host.pipe(descriptors[0])
         path = self._output_dir / "rehearsals" / f"rank{process.rank:04d}.{process.pid}.txt"
 

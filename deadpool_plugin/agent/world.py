@@ -19,7 +19,7 @@ from ..core.placement import with_racks
 from ..core.policy import Policy, Timing
 from ..core.types import NodeId, Rank, World
 from ..errors import ConfigError
-from ..mirror.memory import check_memory
+from ..mirror.arena import check_memory
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
 

@@ -17,8 +17,7 @@ import xxhash
 
 from ..core.types import NO_STEP, Generation, Holding, Rank, Step
 from ..errors import DeadpoolError, StaleGeneration, TransportError
-from .arena import GoingOn, SlotPair, Snapshot, Sums, free, goes_on
-from .memory import SlotMaker
+from .arena import GoingOn, SlotMaker, SlotPair, Snapshot, Sums, free, goes_on
 from .records import CallHistory, NotHeld
 
 WRITER_TIMEOUT_S = 10.0
@@ -255,11 +254,8 @@ class SnapshotStore:
             return self.maker.make(rank, header_bytes, payload_bytes, going_on)
 
     def adopt_own(self, pair: SlotPair, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
-        """Make slots with `step` in them their rank's own; at every moment they or the mirror they replace are held.
-
-        Raises: StaleGeneration; TransportError if they do not hold it. Nothing has changed then.
-        """
-        with self._lock:
+        """Make slots with `step` in them their rank's own. Raises, changing nothing: StaleGeneration, TransportError."""
+        with self._lock:  # at every moment they or the mirror they replace are held
             self.check_generation(generation)
             if (header := pair.open(step)) is None:
                 raise TransportError(f"these slots of rank {pair.rank} do not hold step {step}")
@@ -346,10 +342,7 @@ class SnapshotStore:
     def finish_mirror(
         self, pair: SlotPair, encoded: bytes, generation: Generation, holding: Holding, records: list[bytes], sums: Sums
     ) -> None:
-        """Seal the slot with the holding's encoded header, and append call records that end at its step.
-
-        Raises: StaleGeneration; TransportError if the rank was released.
-        """
+        """Seal the slot, and append call records that end at its step. Raises: StaleGeneration, TransportError."""
         rank, step = holding.rank, holding.step
         with self._lock:
             self.check_generation(generation)

@@ -45,10 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class BulkServer:
-    """Answers other nodes from its construction to `close`, on one low-priority thread per connection.
-
-    `on_mirrored` is called (on such a thread) after a push is sealed, before its sender knows.
-    """
+    """Answers other nodes until `close`, on a low-priority thread per connection. Such a thread calls `on_mirrored`."""
 
     def __init__(
         self,
@@ -122,8 +119,7 @@ class BulkServer:
             stream.send(wire.Refusal(str(error)))
             raise
         except DeadpoolError as error:
-            elsewhere = isinstance(error, StaleGeneration | NotEntered)
-            stream.send(wire.Refusal(str(error), in_another_generation=elsewhere))
+            stream.send(wire.Refusal(str(error), in_another_generation=isinstance(error, StaleGeneration | NotEntered)))
 
     def _send_payload(self, stream: BulkStream, request: wire.GetPayload) -> None:
         snapshot = self._store.readable(request.rank, request.step, payload=True)
@@ -144,7 +140,7 @@ class BulkServer:
                 held = self._receive_snapshot(stream, push)
                 if held is None:
                     return
-        self._on_mirrored(held, push.generation)
+        self._on_mirrored(held, push.generation)  # before the sender knows
         stream.send(wire.Done())
 
     def _receive_snapshot(self, stream: BulkStream, push: wire.Push) -> Holding | None:
@@ -272,9 +268,7 @@ class BulkTransfers:
         self._addresses[node] = address
 
     def _to(self, node: NodeId) -> _Peer:
-        if node not in self._peers:
-            self._peers[node] = _Peer(self._addresses[node])
-        return self._peers[node]
+        return self._peers.setdefault(node, _Peer(self._addresses[node]))
 
     async def _connect(self, peer: _Peer) -> BulkStream:
         try:

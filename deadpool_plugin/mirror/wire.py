@@ -137,10 +137,7 @@ def lower_priority() -> None:
 
 
 class BulkStream:
-    """One bulk connection after the handshake. Thread: one at a time, but `cut` from any.
-
-    Args: silent_after_s: how long the other end may neither send nor accept a byte within an exchange.
-    """
+    """A bulk connection, whose other end may be still for `silent_after_s` in an exchange. Thread: one; `cut`: any."""
 
     def __init__(self, sock: socket.socket, silent_after_s: float) -> None:
         self.address = remote_name(sock)
@@ -213,10 +210,7 @@ class BulkStream:
         return decoded(decoder, body, f"{self.address}: ")
 
     def expect(self, *kinds: type[T]) -> T:
-        """Receive a reply of one of these kinds. Blocks: as long as the other end says Wait in time.
-
-        Raises: RefusedByPeer with the other side's reason, InAnotherGeneration if it is that.
-        """
+        """Receive a reply of one of these kinds; the other end may say Wait before. Raises: RefusedByPeer."""
         reply: object = Wait()
         while isinstance(reply, Wait):
             reply = self.recv(AnyReply)
@@ -255,10 +249,7 @@ class BulkStream:
         self.send(Sealed(sums))
 
     def recv_payload(self, view: memoryview, check: Callable[[], None]) -> Sums:
-        """Fill `view` with what `send_payload` sends; `check` may raise before each piece. Returns: its checksums.
-
-        Raises: CorruptFrame; RefusedByPeer if its source changed.
-        """
+        """Fill `view` with what `send_payload` sends; `check` may raise before each piece. Returns: its checksums."""
         sums: Sums = ()
         for piece in _pieces(view):
             check()

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deadpool_plugin.core.types import Generation, Holding, Rank, Step, SwapPlan
 from deadpool_plugin.host.output import Writer
-from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader, arena_bytes
-from deadpool_plugin.mirror.memory import SlotMaker
+from deadpool_plugin.mirror.arena import SlotMaker, SlotPair, SnapshotHeader, arena_bytes
 from deadpool_plugin.mirror.store import SnapshotStore
 
 from .bulk import Bulk

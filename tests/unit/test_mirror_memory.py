@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_plugin.errors import MemoryShortage
-from deadpool_plugin.mirror.memory import budgets, check_memory
+from deadpool_plugin.mirror.arena import budgets, check_memory
 
 GIB = 1 << 30
 

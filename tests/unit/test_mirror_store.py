@@ -249,7 +249,7 @@ def test_slots_that_are_still_being_prepared_are_waited_for_and_count_as_begun(m
 def test_who_asks_for_memory_is_told_of_what_others_have_not_taken_yet(monkeypatch) -> None:
     """Eight slots of a spare ask at the same moment, when nobody has touched a page yet."""
     store, need, asked, may_go_on = SnapshotStore(headroom_bytes=7), [], threading.Event(), threading.Event()
-    monkeypatch.setattr("deadpool_plugin.mirror.memory.check_memory", lambda *arguments: need.append(arguments))
+    monkeypatch.setattr("deadpool_plugin.mirror.arena.check_memory", lambda *arguments: need.append(arguments))
     size = arena_bytes(4096, 3 * TOUCH_BYTES)
 
     def going_on() -> None:
@@ -289,7 +289,7 @@ def test_of_two_that_ask_at_once_only_one_gets_what_is_enough_for_one(monkeypatc
         except TransportError:
             pass
 
-    monkeypatch.setattr("deadpool_plugin.mirror.memory.check_memory", check)
+    monkeypatch.setattr("deadpool_plugin.mirror.arena.check_memory", check)
     monkeypatch.setattr(SlotPair, "create", create)
     makers = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
     for maker in makers:

@@ -47,7 +47,7 @@ def store():
 
 def test_slots_that_are_being_made_are_not_asked_for_again(store, monkeypatch):
     needed, create = [], SlotPair.create
-    monkeypatch.setattr("deadpool_plugin.mirror.memory.check_memory", lambda need, headroom: needed.append(need))
+    monkeypatch.setattr("deadpool_plugin.mirror.arena.check_memory", lambda need, headroom: needed.append(need))
 
     async def scenario():
         made, slots = mirroring(store), [serving(0), serving(1)]
@@ -69,7 +69,7 @@ def test_slots_that_are_being_made_are_not_asked_for_again(store, monkeypatch):
 
 def test_a_spare_needs_what_the_node_it_would_replace_runs_and_mirrors(store, monkeypatch):
     needed, small, large = [], arena_bytes(4096, 0), arena_bytes(4096, 64)
-    monkeypatch.setattr("deadpool_plugin.mirror.memory.check_memory", lambda need, headroom: needed.append(need))
+    monkeypatch.setattr("deadpool_plugin.mirror.arena.check_memory", lambda need, headroom: needed.append(need))
 
     async def scenario():
         made = mirroring(store)
