@@ -254,7 +254,7 @@ class SnapshotStore:
             return self.maker.make(rank, header_bytes, payload_bytes, going_on)
 
     def adopt_own(self, pair: SlotPair, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
-        """Make slots with `step` in them their rank's own. Raises, changing nothing: StaleGeneration, TransportError."""
+        """Make slots with `step` in them the own ones. Raises, changing nothing: StaleGeneration, TransportError."""
         with self._lock:  # at every moment they or the mirror they replace are held
             self.check_generation(generation)
             if (header := pair.open(step)) is None:
