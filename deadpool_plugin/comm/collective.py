@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..core.pairing import DTYPES, REDUCTIONS, Call
+from ..core.pairing import DTYPES, REDUCTIONS, Signature
 from ..transport.flight_recorder import GroupRecord
 
 BATCH = "batch"
@@ -130,7 +130,7 @@ def note(record: GroupRecord, operation: Operation) -> None:
 
 
 def code_of(operation: Operation) -> int:
-    """The code of a collective (core/pairing.Call)."""
+    """The code of a collective (core/pairing.Signature)."""
     name = OPERATIONS[operation.name]
     kind = _KINDS[name]
     dtype, size, reduction, root = "", 0, "", -1
@@ -158,4 +158,4 @@ def code_of(operation: Operation) -> int:
 
 @lru_cache(65536)  # a size that is new each time must not fill the memory
 def _code(*fields: Any) -> int:
-    return Call(*fields).encoded()
+    return Signature(*fields).encoded()

@@ -1,8 +1,6 @@
 """The inputs of the controller (past tense) and its actions (imperative).
 
-The agent translates the world into inputs, calls `Controller.step(input, now)` for each, and carries out the
-returned actions in their order before it feeds the next input. The simulator does the same. What workers say that is
-an input as it is stands in local.py.
+What workers say that is an input as it is stands in local.py.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from .types import Generation, Holding, NodeId, Rank, Step, SwapPlan, World
 
 
 class Input(msgspec.Struct, frozen=True):
-    """Something that happened."""
+    """Base of all that happens."""
 
 
 class WorldFormed(Input, frozen=True):
@@ -23,9 +21,7 @@ class WorldFormed(Input, frozen=True):
 
 
 class Joining(Input, frozen=True):
-    """Instead of WorldFormed: this host asks the job of `members`, to which it is linked, to take it in."""
-
-    members: tuple[NodeId, ...]
+    members: tuple[NodeId, ...]  # to which this host is linked: it asks their job to take it in, with no WorldFormed
     rack: str = ""  # "" if that matters to nobody
 
 
@@ -39,19 +35,15 @@ class Received(Input, frozen=True):
 
 
 class LinkLost(Input, frozen=True):
-    """The control connection to `node` ended without a Goodbye."""
-
-    node: NodeId
+    node: NodeId  # to which the control connection ended without a Goodbye
     reason: str
     silent: bool = False  # given up, for nobody answered any more: no more evidence than any silence
     still: bool = False  # that was said before; the node was asked for a connection since, and did not answer
 
 
 class StoreOffered(Input, frozen=True):
-    """The process in `local_slot` hosts a fresh store for the next group build, in place of the one before."""
-
-    address: str
-    local_slot: int = 0
+    address: str  # of a fresh one for the next group build
+    local_slot: int = 0  # whose process hosts it, in place of the one before
     stand_in: bool = False  # it only rehearses its rank so far: its store is the last choice
 
 
@@ -64,9 +56,7 @@ class WorkerReady(Input, frozen=True):
 
 
 class SnapshotHeld(Input, frozen=True):
-    """A snapshot is complete and verified in this node's arena (staged by a worker, mirrored by a peer or fetched).
-
-    It replaces what was held for (rank, step); holdings of the same rank older than step-1 are dropped."""
+    """A snapshot is complete and verified in this node's arena; those of its rank before `step` - 1 are gone."""
 
     holding: Holding
     generation: Generation  # in which it was written, never one that this node is not in yet (mirror/store.py)
@@ -78,16 +68,12 @@ class HoldingsDropped(Input, frozen=True):
 
 
 class WorkerLost(Input, frozen=True):
-    """The process of `rank` died by a signal, stands still or cannot be brought back; this node is well."""
-
-    rank: Rank
+    rank: Rank  # whose process died by a signal, stands still or cannot be brought back; this node is well
     reason: str
 
 
 class WorkerFailed(Input, frozen=True):
-    """The user's script of this rank ended by itself with an error."""
-
-    rank: Rank
+    rank: Rank  # whose script ended by itself with an error
     exit_code: int  # > 0
     reason: str
 
@@ -130,7 +116,7 @@ class Claimed(Input, frozen=True):
 
 
 class Action(msgspec.Struct, frozen=True):
-    """Something the agent shall do now."""
+    """Base of all that the agent is to do."""
 
 
 class Send(Action, frozen=True):
@@ -184,10 +170,7 @@ class Reconfigure(Action, frozen=True):
 
 
 class Claim(Action, frozen=True):
-    """Half of the members cannot decide alone: have the witness keep `plan` for its generation unless it has one, for
-    ever and for everybody, and feed Claimed with what it has then."""
-
-    plan: SwapPlan
+    plan: SwapPlan  # for the witness to keep, unless it has one for that generation: feed Claimed with what it has then
 
 
 class Look(Action, frozen=True):
@@ -199,8 +182,6 @@ class Emit(Action, frozen=True):
 
 
 class Leave(Action, frozen=True):
-    """End every process of this node with `exit_code`; say `reason`. Follows a Verdict, or this node's own fence."""
-
-    exit_code: int
+    exit_code: int  # with which to end every process of this node
     reason: str
     verdict: Verdict | None = None  # of the whole job, for hosts linked to this one that have not asked to join yet

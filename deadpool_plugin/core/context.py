@@ -2,18 +2,17 @@
 
 Rules of this file: each field has one writer, a method of `Context` or one part (tests/unit/core/test_context.py). A
 message to oneself goes through `loopback` and is handled like any other, in the same step; after `conclude` or `fence`
-nothing is said any more. One's own pause is no evidence about others.
+nothing is said any more. One's own pause is no evidence about others: what they are late with is measured by `awake`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .api import AbortWorkers, Action, Emit, Leave, Send
 from .events import Event, JobFinished, JobStopped, NodeFenced
-from .membership import is_quorum, is_quorum_without
 from .messages import AnyMessage, Decided, NodeFailed, Prepare, Promise, Status, Verdict
 from .policy import Policy, Timing
 from .types import (
@@ -35,7 +34,7 @@ from .types import (
 
 @dataclass
 class Watch:
-    """One node's view of the others."""
+    """One node's view of the others. All times are those of `Context.awake`."""
 
     timing: Timing
     evidence: dict[NodeId, str] = field(default_factory=dict)  # why each lost node is lost
@@ -54,36 +53,26 @@ class Watch:
         limit_s = self.timing.silent_after_s
         return now - self.heard.get(node, now - limit_s) < limit_s
 
-    def is_late(self, node: NodeId, now: float, since: float | None = None) -> bool:
-        """Return whether half of the time is over after which `node` is lost for its silence.
+    def is_late(self, node: NodeId, now: float) -> bool:
+        """Return whether half of the time is over after which `node` is lost for its silence."""
+        return now - self.heard.get(node, now) >= self.timing.silent_after_s / 2
 
-        Args: since: when its silence began if it was never heard of; now if not given.
-        """
-        return now - self.heard.get(node, now if since is None else since) >= self.timing.silent_after_s / 2
-
-    def silences(self, nodes: Collection[NodeId], now: float) -> dict[NodeId, str]:
+    def silences(self, nodes: Collection[NodeId], now: float) -> Iterator[tuple[NodeId, str]]:
         """Find those of `nodes` that are to be counted as lost for their silence, each with the reason."""
-        found = {}
         for node in nodes:
             silence_s = now - self.heard.get(node, now)
             limit_s = self.timing.linking_s if node in self.unheard else self.timing.silent_after_s
             if silence_s >= limit_s and node not in self.evidence:
-                found[node] = f"silent for {silence_s:.1f} s (limit {limit_s:g} s)"
-        return found
-
-    def excuse_pause(self, gap_s: float) -> None:
-        """Stop the others' clocks for `gap_s`, while we stood still: what they sent meanwhile may still be queued."""
-        self.heard = {node: at + gap_s for node, at in self.heard.items()}
+                yield node, f"silent for {silence_s:.1f} s (limit {limit_s:g} s)"
 
 
 class Context:
     """The shared state of one controller."""
 
     def __init__(self, node: NodeId, timing: Timing, policy: Policy) -> None:
-        self.node = node
-        self.timing = timing
-        self.policy = policy
+        self.node, self.timing, self.policy = node, timing, policy
         self.now = 0.0
+        self.awake = 0.0  # as `now`, but that it stands still while this node does
         self._lease_s = timing.lease_s
 
         # The world and the view of its members.
@@ -120,15 +109,12 @@ class Context:
         self.broken: tuple[NodeId, ...] = ()  # the other end of the training connection that broke (itself: not known)
         self.swapping = False  # this generation is fenced here and the next one is not decided yet
         self.swap_since = 0.0
-        self.patient_since = 0.0  # since when it has waited for a decision that nobody has told it to wait for
+        self.patient_since = 0.0  # when it was last told to wait for a decision, or began to, by `awake`
         self.waiting = False  # the coordinator (perhaps one before it) waits for a host to join
 
-        # Contact with a majority (self_fencing.py).
+        # Contact with a majority (contact.py).
         self.contact_at = 0.0  # until then, by our clock, a majority has been in contact with us for certain
-        self.echo: tuple[NodeId, float] = (
-            node,
-            NEVER,
-        )  # whose the newest Status is, and its `sent_at`
+        self.echo: tuple[NodeId, float] = (node, NEVER)  # whose the newest Status is, and its `sent_at`
 
         # Written by one of the parts.
         self.step_s = 0.0  # the time between the two newest commits, where this node coordinates
@@ -167,9 +153,9 @@ class Context:
         watch = self.watch
         if not silent:
             watch.silent.discard(node)
-        elif node not in watch.evidence:
-            watch.silent.add(node)
         if node not in watch.evidence:
+            if silent:
+                watch.silent.add(node)
             watch.evidence[node] = reason
             self._find_suspects()
 
@@ -205,8 +191,7 @@ class Context:
     @property
     def joinable(self) -> tuple[NodeId, ...]:
         """The candidates that were heard of lately."""
-        limit_s, heard = self.timing.silent_after_s, self.watch.heard
-        return tuple(node for node in sorted(self.candidates) if self.now - heard.get(node, self.now) < limit_s)
+        return tuple(node for node in sorted(self.candidates) if self.watch.hears(node, self.awake))
 
     @property
     def lost_ranks(self) -> tuple[Rank, ...]:
@@ -220,12 +205,12 @@ class Context:
     @property
     def cut_off(self) -> bool:
         """Return whether others may have gone on without this node, or ended the job."""
-        return not self.in_contact and not is_quorum(self.world, (self.node,), self.policy.witness)
+        return not self.in_contact and not self.world.is_quorum((self.node,), self.policy.witness)
 
     def can_decide_without(self, lost: Collection[NodeId]) -> bool:
         """Return whether all members but `lost` can decide, if need be with the witness's help."""
         half = 2 * len(lost) <= len(self.world.members)
-        return is_quorum_without(self.world, lost) or (self.policy.witness and half)
+        return self.world.is_quorum_without(lost) or (self.policy.witness and half)
 
     # -- what this node learns -----------------------------------------------------------------------------------
 
@@ -235,7 +220,7 @@ class Context:
         self.contact_at = max(self.contact_at, status.certain)
         if self.swapping:
             if status.waiting:
-                self.wait_for_host()
+                self.waiting = True
                 self.be_patient()
             return False
         if status.training:
@@ -270,9 +255,9 @@ class Context:
         self.be_patient()
         self.act(AbortWorkers(generation))
 
-    def be_patient(self, gap_s: float | None = None) -> None:
-        """Wait for a decision from now on, or for `gap_s` longer."""
-        self.patient_since = self.now if gap_s is None else self.patient_since + gap_s
+    def be_patient(self) -> None:
+        """Wait for a decision from now on."""
+        self.patient_since = self.awake
 
     def wait_for_host(self) -> None:
         self.waiting = True
@@ -314,35 +299,31 @@ class Context:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def stop(self, reason: str, exit_code: int = EXIT_UNRECOVERABLE, lost_ranks: tuple[Rank, ...] = ()) -> None:
-        """Stop the job with a verdict that says what is left of it."""
-        self.conclude(self._verdict(reason, exit_code, lost_ranks))
-
-    def give_up(self, reason: str) -> None:
-        """Stop this node alone: it cannot decide, and does not know whether others can."""
-        self._say_and_leave(self._verdict(reason, EXIT_UNRECOVERABLE, self.lost_ranks))
-
-    def _verdict(self, reason: str, exit_code: int, lost_ranks: tuple[Rank, ...]) -> Verdict:
+    def stop(
+        self, reason: str, exit_code: int = EXIT_UNRECOVERABLE, lost_ranks: tuple[Rank, ...] = (), alone: bool = False
+    ) -> None:
+        """Stop the job, or this node `alone`, with a verdict that says what is left of it."""
         saved = self.checkpoint
         left = f"newest checkpoint: step {saved.step} in {saved.path}" if saved.path else "no checkpoint was saved"
         cause = Unrecoverable(f"{reason}; {left}", lost_ranks, self.newest_committed)
-        return Verdict(self.world.generation, exit_code, cause.reason, cause)
+        self.conclude(Verdict(self.world.generation, exit_code, cause.reason, cause), alone)
 
-    def conclude(self, verdict: Verdict) -> None:
-        """Leave by a verdict and pass it on once: whoever sent it may have died half-way."""
-        for node in (*self.world.members, *sorted(self.candidates)):
+    def give_up(self, reason: str) -> None:
+        """Stop this node alone: it cannot decide, and does not know whether others can."""
+        self.stop(reason, lost_ranks=self.lost_ranks, alone=True)
+
+    def conclude(self, verdict: Verdict, alone: bool = False) -> None:
+        """Leave by a verdict. Pass on one that is for all, once: whoever sent it may have died half-way."""
+        for node in () if alone else (*self.world.members, *sorted(self.candidates)):
             if node != self.node:
                 self.send(node, verdict)
-        self._say_and_leave(verdict, verdict)
-
-    def _say_and_leave(self, verdict: Verdict, of_all: Verdict | None = None) -> None:
         cause = verdict.cause
         if verdict.exit_code == 0 and cause is None:
             self.emit(JobFinished())
         else:
             lost_ranks, newest = (cause.lost_ranks, cause.newest_committed) if cause else ((), self.newest_committed)
             self.emit(JobStopped(verdict.exit_code, verdict.reason, lost_ranks, newest))
-        self._leave(Leave(verdict.exit_code, verdict.reason, of_all))
+        self._leave(Leave(verdict.exit_code, verdict.reason, None if alone else verdict))
 
     def resign(self, reason: str) -> None:
         """Leave, and have the others replace this node at once: it cannot go on."""

@@ -10,24 +10,61 @@ yourself; feed StoreLost after it for every store it had offered.
 
 Rules of this file: inputs and messages are dispatched here and decided in the parts; a duplicate, late or foreign
 message never harms. Whoever speaks of an older generation is told the newest, and nothing else comes of it (but that it
-gives itself up); a word of a node that is counted as lost does not count.
+gives itself up); a word of a node that is counted as lost does not count. The table of phases is the truth: a move that
+it lacks raises and is a bug of ours, each of its moves is made by some test, and the diagram in README.md shows it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import Enum
+
 from . import api, events, messages
+from .contact import PartialPartition, SelfFencing
 from .context import Context
 from .coordination import Coordination
-from .joining import JoinAttempt
 from .messages import AnyMessage, generation_of
-from .pairing import Pairing, judge_newcomers
-from .partial_partition import PartialPartition
-from .phases import IllegalMove, Phase, moved
+from .pairing import Pairing
 from .policy import Policy, Timing
 from .processes import Processes
-from .self_fencing import SelfFencing
+from .spares import JoinAttempt
 from .swaps import Swaps
 from .types import EXIT_SIGNALLED, NEVER, Generation, NodeId, Rank, World
+
+
+class Phase(Enum):
+    """Phase of a node. The value says it to people."""
+
+    OUTSIDE = "has not met the others"
+    JOINING = "asks a running job to take it in"
+    STARTING = "the script begins"
+    RESTORING = "a plan is carried out"
+    TRAINING = "all ranks are in training"
+    FENCED = "its processes are interrupted, the next world is undecided"
+    WAITING = "the same, and a host must join before anything is decided"
+    ENDED = "has left"
+
+
+_LEAVES = {Phase.ENDED: "verdict, or out"}
+_FENCES = {Phase.FENCED: "asked to promise, or without contact"}
+_TRAINS = {Phase.TRAINING: "all ranks ready"}
+_DECIDED = {Phase.RESTORING: "decided", Phase.STARTING: "decided, before training"}
+_UNASKED = {Phase.RESTORING: "decided unasked"}
+
+MOVES: Mapping[Phase, Mapping[Phase, str]] = {
+    Phase.OUTSIDE: {Phase.STARTING: "all have met", Phase.JOINING: "met a job that runs", **_LEAVES},
+    Phase.JOINING: _DECIDED | _LEAVES,
+    Phase.STARTING: _TRAINS | _FENCES | _UNASKED | _LEAVES,
+    Phase.RESTORING: _TRAINS | _FENCES | _LEAVES,
+    Phase.TRAINING: _FENCES | _UNASKED | _LEAVES,
+    Phase.FENCED: _DECIDED | {Phase.WAITING: "no spare is left"} | _LEAVES,
+    Phase.WAITING: _DECIDED | _LEAVES,
+    Phase.ENDED: {},
+}
+
+
+class IllegalMove(Exception):
+    """A bug of ours: a node left one phase for another that does not follow it."""
 
 
 class Controller:
@@ -43,7 +80,7 @@ class Controller:
         self._early: list[api.Received] = []
         self._former: set[NodeId] = set()  # members of older generations: none is a candidate
         self._reported_at = 0.0
-        self._own_pause_s = timing.own_pause_s
+        self._own_pause_s, self._slept_s = timing.own_pause_s, 0.0
         self._watching: tuple[Generation, NodeId] | None = None
         self._started = False  # this generation's workers were told over which store to build groups
         self._begin_generation()
@@ -75,11 +112,9 @@ class Controller:
         if ctx.ended:
             return []
         gap_s, ctx.now = now - ctx.now, now
-        if gap_s > self._own_pause_s:
-            ctx.watch.excuse_pause(gap_s)
-            ctx.be_patient(gap_s)
-            self._swaps.excuse_pause(gap_s)
-            self._coordination.excuse_pause(gap_s)
+        if gap_s > self._own_pause_s:  # what the others sent meanwhile may still be queued
+            self._slept_s += gap_s
+        ctx.awake = now - self._slept_s
         self._take_in(event)
         self._mark()
         if reason := self._self_fencing.look(gap_s):
@@ -134,7 +169,10 @@ class Controller:
         else:
             phase = Phase.STARTING if ctx.begins_at_top else Phase.RESTORING
         if phase is not self.phase:
-            self.phase = moved(self.phase, phase)
+            if phase not in (moves := MOVES[self.phase]):
+                leads_to = [after.name for after in moves]
+                raise IllegalMove(f"{self.phase.name} -> {phase.name}; from {self.phase.name} lead {leads_to}")
+            self.phase = phase
 
     def _settle(self) -> None:
         """Handle what this node says to itself, act on evidence and report changes, until nothing is left to do."""
@@ -165,7 +203,7 @@ class Controller:
                 for node in [node for node in ctx.watch.silent if node > ctx.node]:
                     ctx.clear(node)
             self._watching = watching
-            ctx.watch.heard.update(dict.fromkeys(ctx.world.members, ctx.now))
+            ctx.watch.heard.update(dict.fromkeys(ctx.world.members, ctx.awake))
             if ctx.has_trained:
                 ctx.watch.unheard.clear()
             ctx.note()
@@ -177,8 +215,7 @@ class Controller:
         ctx.candidates.pop(node, None)
         if event.still and not {ctx.node, node} <= set(ctx.world.active):
             return  # a spare holds nobody up until it has to fetch something, and that says so itself
-        counts_on_us = ctx.leads and node in ctx.world.members
-        if event.silent and counts_on_us and ctx.watch.hears(node, ctx.now):
+        if event.silent and ctx.leads and node in ctx.world.members and ctx.watch.hears(node, ctx.awake):
             self._partition.hear(ctx.node, node)  # its processes run until it is silent, too
             return
         if event.silent and node in ctx.watch.silent:
@@ -192,7 +229,7 @@ class Controller:
         if not ctx.formed:
             return
         watched = ctx.living if ctx.leads else (ctx.coordinator,)
-        for node, reason in ctx.watch.silences(watched, ctx.now).items():
+        for node, reason in ctx.watch.silences(watched, ctx.awake):
             if node != ctx.node:
                 ctx.suspect(node, reason, silent=True)
         self._swaps.tick()
@@ -207,14 +244,18 @@ class Controller:
         if not ctx.formed:
             self._received_early(event)
             return
-        ctx.watch.hear(sender, ctx.now)
+        ctx.watch.hear(sender, ctx.awake)
         if sender in ctx.watch.silent and not self._swaps.counts_as_lost(sender):
             ctx.clear(sender)  # nothing has come of its silence here, and nothing need
         generation, ends = generation_of(message), (messages.Decided, messages.Verdict, messages.Goodbye)
         if generation > self.generation and not isinstance(message, ends):
             ctx.send(sender, messages.Report(self.generation))  # who decided it may have died before it told us
         if isinstance(message, messages.JoinRequest):
-            self._asked_to_join(sender, message.rack)
+            if ctx.decided is not None and (sender in ctx.world.members or sender in self._former):
+                ctx.send(sender, ctx.decided)  # it has not heard yet that it is a member, or is one no more
+            elif sender not in ctx.world.members:
+                ctx.clear(sender)
+                ctx.candidates[sender] = message.rack
         elif sender in ctx.world.members or isinstance(message, messages.Decided):  # by whom it has taken in
             self._hear(sender, message)
         elif isinstance(message, messages.Goodbye):
@@ -239,15 +280,6 @@ class Controller:
             self._mark()
             if not self._ctx.ended:
                 self._received(received)
-
-    def _asked_to_join(self, node: NodeId, rack: str) -> None:
-        """Hear a host that asks, a member that has not heard yet that it is one, or one that was one."""
-        ctx = self._ctx
-        if ctx.decided is not None and (node in ctx.world.members or node in self._former):
-            ctx.send(node, ctx.decided)
-        elif node not in ctx.world.members:
-            ctx.clear(node)
-            ctx.candidates[node] = rack
 
     def _hear(self, sender: NodeId, message: AnyMessage) -> None:
         ctx, swaps = self._ctx, self._swaps
@@ -275,7 +307,7 @@ class Controller:
             case messages.Calls():
                 self._pairing.hear(sender, message)
             case messages.Replace():
-                self._pairing.replace(message, {failure.rank for failure in self._processes.gone})
+                self._pairing.replace(message)
             case messages.Prepare():
                 swaps.voter.prepare(sender, message)
             case messages.Promise():
@@ -326,7 +358,7 @@ class Controller:
             return  # each counts the other as lost: the one whose plan is decided goes on, else both would go
         elif message.node == ctx.node:
             self._swaps.voter.suspected(sender, message.reason, message.silent)
-        elif message.silent and ctx.watch.hears(message.node, ctx.now):
+        elif message.silent and ctx.watch.hears(message.node, ctx.awake):
             self._partition.hear(sender, message.node)
         elif sender in suspects and message.node != sender:
             ctx.send(sender, messages.NodeFailed(ctx.world.generation, sender, suspects[sender], ctx.is_silent(sender)))
@@ -364,7 +396,7 @@ class Controller:
         promised_at = self._swaps.voter.promised_at.get(message.ballot, NEVER)
         asked_at = self._joining.first_asked_at if self._joining is not None else promised_at
         before, self._joining = ctx.world, None
-        judge_newcomers(ctx, plan, [failure.rank for failure in self._processes.gone])
+        self._pairing.judge_newcomers(plan)
         ctx.enter(message, asked_at)
         self._former |= set(before.members) - set(ctx.world.members)
         for node in ctx.candidates.keys() & (ctx.world.positions.keys() | self._former):
@@ -380,7 +412,7 @@ class Controller:
         """Make anew the parts that live no longer than a generation."""
         ctx = self._ctx
         self._processes.begin_generation()
-        self._pairing = Pairing(ctx)
+        self._pairing = Pairing(ctx, self._processes)
         self._coordination = Coordination(ctx, self._pairing)
         self._swaps = Swaps(ctx, self._processes, self._pairing)
         self._started = False

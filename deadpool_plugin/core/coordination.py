@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from .contact import Contact
 from .context import Context
 from .events import Mirrored, Protected, StepCommitted, SwapDone, TrainingStarted
 from .ledger import Ledger
@@ -15,7 +16,6 @@ from .messages import Rehearse, Report, Start, Status, Verdict
 from .pairing import Pairing
 from .placement import rehearsals
 from .processes import AGAIN_WITHIN_STEPS
-from .self_fencing import Contact
 from .types import NO_STEP, NodeId, Rank, Step, World, listed
 
 BEATS_MAX = 4
@@ -41,10 +41,9 @@ class Coverage:
 
     def uncovered(self) -> tuple[NodeId, ...]:
         able = [spare for spare in self._world.spares if self.reports[spare].able]
-        if not able:
-            return tuple(sorted(self._world.active))
+        active = sorted(self._world.active)
         # Any able spare can take a host, but only one that has followed it if the host's call records are dropped.
-        pruned = [node for node in sorted(self._world.active) if self.reports[node].pruned]
+        pruned = [node for node in active if self.reports[node].pruned] if able else active
         return tuple(node for node in pruned if not any(self._follows(spare, node) for spare in able))
 
     def _follows(self, spare: NodeId, node: NodeId) -> bool:
@@ -54,21 +53,19 @@ class Coverage:
 
     def why(self, uncovered: tuple[NodeId, ...]) -> str:
         """The reason that `uncovered` are, for people; "" if none is."""
-        if not uncovered:
-            return ""
-        if not self._world.spares:
-            return "no spare is left"
+        if not uncovered or not self._world.spares:
+            return "no spare is left" if uncovered else ""
         every = len(uncovered) == len(self._world.active)
         hosts = "any node" if every and len(uncovered) > 4 else f"node {listed(uncovered)}"
-        return f"no spare can take {hosts} ({'; '.join(self._said(spare) for spare in self._world.spares)})"
-
-    def _said(self, spare: NodeId) -> str:
-        report = self.reports[spare]
-        if report.unable:
-            return f"spare node {spare} cannot stand in: {report.unable}"
-        if not report.able:
-            return f"spare node {spare} has not rehearsed yet"
-        return f"spare node {spare} cannot follow it: its call records no longer fit into history_limit_mib"
+        said = []
+        for spare in self._world.spares:
+            what = "cannot follow it: its call records no longer fit into history_limit_mib"
+            if unable := self.reports[spare].unable:
+                what = f"cannot stand in: {unable}"
+            elif not self.reports[spare].able:
+                what = "has not rehearsed yet"
+            said.append(f"spare node {spare} {what}")
+        return f"no spare can take {hosts} ({'; '.join(said)})"
 
 
 class Coordination:
@@ -89,7 +86,8 @@ class Coordination:
         self._committed: Step = NO_STEP
         self._committed_at = self._said_at = self._beat_at = context.now
         self._said: Status | None = None
-        self._moved_at = context.now  # when a rank was ready, a process got on or a step was committed, the last time
+        # When a rank was ready, a process got on or a step was committed, the last time; by `Context.awake`.
+        self._moved_at = context.awake
         self._stalled = False
 
     @property
@@ -106,7 +104,7 @@ class Coordination:
         own = ctx.world.ranks_of(sender)
         fresh = {rank for rank in report.ready if rank in own} - self._ready
         if fresh or report.moved > self._coverage.reports[sender].moved:
-            self._moved_at = ctx.now
+            self._moved_at = ctx.awake
         self._ready |= fresh
         self._finished.update(rank for rank in report.finished if rank in own)
         ctx.learn_checkpoint(report.checkpoint)
@@ -116,10 +114,7 @@ class Coordination:
             self._advance()
 
     def tick(self) -> str:
-        """Heartbeat, the deadline for all ranks to be in training, and the search for a stall.
-
-        Returns: why all are to be interrupted and go on in a new generation, said once; "" if there is no reason.
-        """
+        """Speak, and look at the deadlines. Returns: why all are to go on in a new generation, said once, else ""."""
         ctx = self._ctx
         if not ctx.leads:
             return ""
@@ -129,7 +124,7 @@ class Coordination:
         self._end_if_all_have()
         if ctx.ended or ctx.swapping:
             return ""
-        waited_s = ctx.now - self._moved_at
+        waited_s = ctx.awake - self._moved_at
         if not ctx.training and waited_s >= ctx.timing.start_timeout_s:
             ctx.stop(
                 f"rank(s) {listed(self.unready)} have not reached training in generation {ctx.world.generation}; no "
@@ -140,16 +135,14 @@ class Coordination:
         return self._stall(waited_s)
 
     def _stall(self, waited_s: float) -> str:
-        """Interrupt all, or end the job if that was done before and nothing, or a few steps each time, was committed
-        since. A rank that has finished may leave the others work to do without it: they are not interrupted, but what
-        they have issued must pair."""
+        """End the job if a stall comes again and nothing, or a few steps each time, was committed since."""
         ctx = self._ctx
         if ctx.plan is not None:
             self._pairing.ask(ended=self._finished)
             if not self._pairing.answered:
                 return ""
         self._pairing.judge()
-        if self._pairing.found or self._finished:
+        if self._pairing.found or self._finished:  # who has finished may leave the others work to do without it
             return ""
         self._stalled = True
         newest = ctx.newest_committed
@@ -163,11 +156,6 @@ class Coordination:
         ctx.stop(f"{reason}, {again}, after all ranks had been interrupted; raise stall_timeout_s if steps take longer")
         return ""
 
-    def excuse_pause(self, gap_s: float) -> None:
-        """Wait `gap_s` longer, for which this node itself stood still."""
-        self._moved_at += gap_s
-        self._pairing.excuse_pause(gap_s)
-
     def _advance(self) -> None:
         ctx = self._ctx
         if ctx.begins_at_top and not self._store:
@@ -176,13 +164,20 @@ class Coordination:
             if self._store:
                 ctx.broadcast(Start(ctx.world, self._store))
         if not ctx.training and len(self._ready) == len(ctx.world.node_of):
-            self._begin_training()
+            ctx.begin_training()
+            if ctx.begins_at_top:
+                ctx.emit(TrainingStarted())
+            if ctx.plan is not None:
+                ctx.emit(SwapDone(ctx.now - ctx.swap_since))
+            for task in rehearsals(ctx.world):
+                if (task.local_slot, task.rank) not in self._coverage.reports[task.spare].rehearsed:
+                    ctx.send(task.spare, Rehearse(ctx.world.generation, task.local_slot, task.rank))
         if self._has_news:
             self._has_news = False
             step = self._ledger.committed(ctx.world, self._committed, ctx.policy.copies)
             if step > self._committed:
                 ctx.step_s = ctx.now - self._committed_at if self._committed != NO_STEP else 0.0
-                self._committed, self._committed_at, self._moved_at = step, ctx.now, ctx.now
+                self._committed, self._committed_at, self._moved_at = step, ctx.now, ctx.awake
                 ctx.emit(StepCommitted(step))
             if self._ledger.unpaired > self._committed:
                 self._pairing.ask(f"what the ranks had issued by step {self._ledger.unpaired} does not pair")
@@ -193,39 +188,26 @@ class Coordination:
         self._end_if_all_have()
 
     def _end_if_all_have(self) -> None:
-        """End the job well once all scripts have ended, and after a swap what they have issued pairs: the last steps
-        need not be committed, and only those that are have been compared."""
+        """End the job well once all scripts have ended, and after a swap what they have issued pairs."""
         ctx = self._ctx
         if len(self._finished) < len(ctx.world.node_of) or ctx.cut_off or ctx.swapping or ctx.ended:
             return
-        if ctx.plan is not None:
+        if ctx.plan is not None:  # the last steps need not be committed, and only those that are have been compared
             self._pairing.ask(ended=self._finished)
         if self._pairing.settled:
             ctx.conclude(Verdict(ctx.world.generation, 0, "finished"))
 
     def _say_protection(self) -> None:
         """Say once that every rank's state is mirrored, and whether the job is protected whenever that changes."""
-        ctx, uncovered = self._ctx, self._coverage.uncovered()
+        ctx, uncovered, spares_left = self._ctx, self._coverage.uncovered(), len(self._ctx.world.spares)
         if uncovered == self._uncovered:
             return
-        spares_left = len(ctx.world.spares)
         if uncovered or self._uncovered is None:
             on_no_spare = "wait" if ctx.policy.wait_for_hosts else "stop"
             ctx.emit(Mirrored(self._committed, uncovered, self._coverage.why(uncovered), spares_left, on_no_spare))
         if not uncovered:
             ctx.emit(Protected(self._committed, spares_left))
         self._uncovered = uncovered
-
-    def _begin_training(self) -> None:
-        ctx = self._ctx
-        ctx.begin_training()
-        if ctx.begins_at_top:
-            ctx.emit(TrainingStarted())
-        if ctx.plan is not None:
-            ctx.emit(SwapDone(ctx.now - ctx.swap_since))
-        for task in rehearsals(ctx.world):
-            if (task.local_slot, task.rank) not in self._coverage.reports[task.spare].rehearsed:
-                ctx.send(task.spare, Rehearse(ctx.world.generation, task.local_slot, task.rank))
 
     def _say(self, on_change_only: bool = False) -> None:
         ctx = self._ctx
@@ -237,5 +219,4 @@ class Coordination:
             self._beat_at = ctx.now
             self._contact.beat(ctx.now, ctx.timing.lease_s)
         for node in (*ctx.world.members, *sorted(ctx.candidates)):
-            certain = self._contact.certain(node)
-            ctx.send(node, msgspec.structs.replace(status, sent_at=ctx.now, certain=certain))
+            ctx.send(node, msgspec.structs.replace(status, sent_at=ctx.now, certain=self._contact.certain(node)))

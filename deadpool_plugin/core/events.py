@@ -71,9 +71,7 @@ class SwapPlanned(Event, frozen=True):
 
 
 class StepsUndone(Event, frozen=True):
-    """A swap went back behind what was committed (more was lost than `copies` cover): `first` to `last` come again."""
-
-    first: int
+    first: int  # of the committed steps that come again: a swap went back behind them, for more was lost than `copies`
     last: int
     reason: str = ""
 
@@ -87,9 +85,7 @@ class Unprotected(Event, frozen=True):
 
 
 class Mirrored(Event, frozen=True):
-    """Every rank's state of `step` is on `copies` other hosts."""
-
-    step: int = -1
+    step: int = -1  # whose state of every rank is on `copies` other hosts
     uncovered: tuple[int, ...] = ()  # the nodes that no spare can take: while there are any the job is not protected
     reason: str = ""  # why they are uncovered
     spares_left: int = -1  # hosts that stand by, -1 if that is not known
@@ -97,9 +93,7 @@ class Mirrored(Event, frozen=True):
 
 
 class Protected(Event, frozen=True):
-    """Mirrored, and an able spare stands by for every node; until Mirrored or Unprotected says otherwise."""
-
-    step: int = -1
+    step: int = -1  # that is mirrored, while a spare can take every node; until Mirrored or Unprotected says otherwise
     spares_left: int = -1
 
 

@@ -62,11 +62,7 @@ class Ledger:
         return next((step for step in steps if self.is_committed(world, step, copies)), above)
 
     def is_committed(self, world: World, step: Step, copies: int = 1) -> bool:
-        """Return whether every rank's snapshot of `step` is staged at home and mirrored on `copies` nodes more.
-
-        A world of fewer nodes asks for all of them. Only those nodes count that are to keep it: what another one holds
-        of an earlier world it lets go of once this is committed.
-        """
+        """Return whether every rank's snapshot of `step` is staged at home and mirrored on `copies` (or all) others."""
         ranks = len(world.node_of)
         suspect = self._blocking.get(step, 0)
         for rank in chain(range(suspect, ranks), range(suspect)):
@@ -95,6 +91,7 @@ class Ledger:
         buddies, with_payload = buddies_of(world, home, copies), needs_payload(world, rank, own.replicas, copies)
         if not all(node in held and (held[node].payload or not with_payload) for node in buddies):
             return False  # a header without the payload that is to be there is about to be written anew with it
+        # What others hold of an earlier world they let go of once this is committed.
         keepers = {*buddies, *(world.node_of[same] for same in own.replicas)}
         payloads = self._payload_nodes({rank, *own.replicas}, step, keepers) - {home}
         return len(payloads) >= copies_needed(world, copies)

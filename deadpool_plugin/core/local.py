@@ -22,12 +22,9 @@ class LocalMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SupervisorHello(LocalMessage, frozen=True):
-    """Supervisor -> agent, once, with the read end of the pipe that the slot's standby process and everything it forks
-    write to."""
-
     local_rank: Count
     standby_pid: Count
-    descriptors: ClassVar[int] = 1
+    descriptors: ClassVar[int] = 1  # the read end of the pipe that the standby process and all it forks write to
 
 
 class StandbyExited(LocalMessage, frozen=True):
@@ -39,9 +36,7 @@ class Leaving(LocalMessage, frozen=True):
 
 
 class End(LocalMessage, frozen=True):
-    """Agent -> supervisor, standby, worker: exit with `exit_code`; a supervisor kills what is left of its standby."""
-
-    exit_code: ExitCode
+    exit_code: ExitCode  # with which supervisor, standby process and worker are to exit
 
 
 # ---- standby <-> agent
@@ -52,9 +47,7 @@ class StandbyHello(LocalMessage, frozen=True):
 
 
 class RunRank(LocalMessage, frozen=True):
-    """Agent -> standby: fork a process that begins the script as `rank`, or rehearses it (killing the one before)."""
-
-    rank: Rank
+    rank: Rank  # as which a process, forked in the place of the one before, is to begin the script
     env: dict[str, str]  # is set before the user's script runs
     order: Count = 0  # how many this standby process was told to fork
     rehearses: bool = False
@@ -73,28 +66,21 @@ class CannotEnd(LocalMessage, frozen=True):
 
 
 class WorkerHello(LocalMessage, frozen=True):
-    """A process forked by the standby process for `rank` introduces itself on a connection of its own."""
-
     local_rank: Count
     pid: Count
     rank: Rank
     rehearsing: bool
-    order: Count = 0
+    order: Count = 0  # for which the process was forked
 
 
 class RehearsalOutput(LocalMessage, frozen=True):
-    """Rehearser -> agent, right after its hello: the read end of the pipe it writes to until it takes over."""
-
-    descriptors: ClassVar[int] = 1
+    descriptors: ClassVar[int] = 1  # the read end of the pipe that a rehearser writes to until it takes over
 
 
 class ConnectionBroke(LocalMessage, Input, frozen=True):
-    """A collective of `rank` failed because a connection to one of the ranks `peers` (or to a store) broke, though
-    nobody is known to be lost. The process waits for a new generation."""
-
-    rank: Rank
+    rank: Rank  # whose collective failed for a broken connection, though no loss is known; it waits for a swap
     generation: Generation  # whose groups it belongs to
-    peers: tuple[Rank, ...]
+    peers: tuple[Rank, ...]  # one of which is the other end, or a store
     reason: str
 
 
@@ -103,7 +89,7 @@ class StoreOffer(LocalMessage, frozen=True):
 
 
 class HostStore(LocalMessage, frozen=True):
-    """Agent -> worker: groups are built over the store you have offered; host another one, for the build after that."""
+    """Groups are built over the store that the worker has offered: it is to host another one."""
 
 
 class StartGroups(LocalMessage, frozen=True):
@@ -112,9 +98,7 @@ class StartGroups(LocalMessage, frozen=True):
 
 
 class RankReady(LocalMessage, frozen=True):
-    """Worker -> agent at its first call: what its snapshots are like."""
-
-    rank: Rank
+    rank: Rank  # at its first call
     header_bytes: Count
     payload_bytes: Count
     layout_hash: str
@@ -145,11 +129,9 @@ class Abort(LocalMessage, frozen=True):
 
 
 class Join(LocalMessage, frozen=True):
-    """Agent -> survivor: rebuild groups for `generation` over `store`, restore `restore_step`, redo, go on."""
-
-    generation: Generation
+    generation: Generation  # in which a survivor is to go on, once it has rebuilt its groups
     store: str
-    restore_step: Step
+    restore_step: Step  # to restore, and to redo its calls from
 
 
 class Recording(LocalMessage, frozen=True):
@@ -176,15 +158,12 @@ class WorkerMoved(LocalMessage, Input, frozen=True):
 
 
 class TakeOver(LocalMessage, frozen=True):
-    """Agent -> rehearser: become the rank in `generation`. The arena (descriptor) holds the snapshot of `restore_step`;
-    `History` up to it has been sent before."""
-
-    generation: Generation
+    generation: Generation  # in which a rehearser is to become the rank
     store: str
-    restore_step: Step
+    restore_step: Step  # up to which `History` has been sent before
     header_bytes: Count
     payload_bytes: Count
-    descriptors: ClassVar[int] = 1
+    descriptors: ClassVar[int] = 1  # the arena, which holds the snapshot of `restore_step`
 
 
 class Unwound(LocalMessage, frozen=True):
@@ -217,9 +196,7 @@ class Failing(LocalMessage, frozen=True):
 
 
 class WorkerFinished(LocalMessage, Input, frozen=True):
-    """The user's script of this rank ended well; the worker waits for `End` and serves swaps. Said again after one."""
-
-    rank: Rank
+    rank: Rank  # whose script ended well; the worker waits for `End` and serves swaps, and says so again after one
 
 
 class WorkerEvent(LocalMessage, frozen=True):

@@ -32,10 +32,17 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all control messages."""
 
 
-class Report(Message, frozen=True):
-    """Member -> coordinator, on every change and at least once per heartbeat interval."""
-
+class OfGeneration(Message, frozen=True):
     generation: Generation
+
+
+class OfBallot(Message, frozen=True):
+    ballot: Ballot
+
+
+class Report(OfGeneration, frozen=True):
+    """Member -> coordinator, on every change and at least once per heartbeat interval; so is its answer, Status."""
+
     holdings: tuple[Holding, ...] = ()  # everything this node can serve
     ready: tuple[Rank, ...] = ()  # in training in this generation, or restored into it
     rehearsed: tuple[tuple[Count, Rank], ...] = ()  # what a spare has ready in each local slot
@@ -43,7 +50,7 @@ class Report(Message, frozen=True):
     store: str = ""  # where a worker of this node offers a fresh one for the *next* group build
     checkpoint: Checkpoint = Checkpoint()  # the newest one a rank of this node has finished saving
     stuck: str = ""  # why this generation cannot go on as it is although nobody is lost
-    sent_at: float = NEVER  # by the sender's clock; for this and the next see self_fencing.py
+    sent_at: float = NEVER  # by the sender's clock; for this and the next see contact.py
     heard: float = NEVER  # `sent_at` of the newest Status heard of that coordinator in this generation
     moved: Count = 0  # grows while processes of this node say that they get on
     able: bool = False  # this spare has rehearsed what it was told to
@@ -52,52 +59,38 @@ class Report(Message, frozen=True):
     broken: tuple[NodeId, ...] = ()  # the other end of the training connection that is `stuck` (the sender: not known)
 
 
-class Status(Message, frozen=True):
-    """Coordinator -> every member, on every change and at least once per heartbeat interval."""
-
-    generation: Generation
+class Status(OfGeneration, frozen=True):
     committed: Step
     training: bool
     waiting: bool = False  # no spare is left for a loss: everyone holds what it has until a host joins
-    sent_at: float = NEVER  # by the coordinator's clock; for this and the next see self_fencing.py
+    sent_at: float = NEVER  # by the coordinator's clock; for this and the next see contact.py
     certain: float = NEVER  # `sent_at` of the receiver's newest report that a majority heard the coordinator after
 
 
 class Start(Message, frozen=True):
-    """Coordinator -> every member: workers that begin their script (in the first generation, and after a loss before
-    training) may build their groups over `store`."""
-
-    world: World
-    store: str
+    world: World  # whose workers begin their script, says the coordinator to every member
+    store: str  # over which they may build their groups
 
 
-class Rehearse(Message, frozen=True):
-    """Coordinator -> spare: your worker in `local_slot` rehearses `rank`, whose recording its node holds."""
-
-    generation: Generation
-    local_slot: Count
-    rank: Rank
+class Rehearse(OfGeneration, frozen=True):
+    local_slot: Count  # in which a spare's worker is to rehearse
+    rank: Rank  # whose recording the node that runs it holds
 
 
-class NodeFailed(Message, frozen=True):
-    """Any member -> coordinator: `node` (perhaps the sender itself, before it leaves) is lost. To `node` itself from
-    whoever counts it as lost, or has a plan of `generation` that does."""
+class NodeFailed(OfGeneration, frozen=True):
+    """Any member -> coordinator, and to `node` itself from whoever counts it as lost, or has a plan that does."""
 
-    generation: Generation
-    node: NodeId
+    node: NodeId  # that is lost; perhaps the sender, before it leaves
     reason: str
     silent: bool = False  # for nothing but its silence
 
 
-class RankFailed(Message, frozen=True):
-    generation: Generation
+class RankFailed(OfGeneration, frozen=True):
     failure: Failure  # of a process of the sender, which is well and replaces it
 
 
 class GroupCalls(msgspec.Struct, frozen=True, array_like=True):
-    """The collectives of a rank in a group in this generation (pairing.py)."""
-
-    key: str
+    key: str  # of the group in which a rank has issued these collectives in this generation (pairing.py)
     count: Count
     digest: Digest
     recent: tuple[Digest, ...]  # codes of the last ones, the newest last
@@ -111,39 +104,31 @@ class RankCalls(msgspec.Struct, frozen=True, array_like=True):
     again: bool = False  # the process before it was ended for what it had issued
 
 
-class Compare(Message, frozen=True):
-    generation: Generation  # in which the ranks of an active node are to say what they have issued
+class Compare(OfGeneration, frozen=True):
+    """The ranks of an active node are to say what they have issued."""
 
 
-class Calls(Message, frozen=True):
-    generation: Generation
+class Calls(OfGeneration, frozen=True):
     ranks: tuple[RankCalls, ...]  # the answer to Compare
 
 
-class Replace(Message, frozen=True):
-    generation: Generation
+class Replace(OfGeneration, frozen=True):
     rank: Rank
     reason: str  # to end its process, which has issued other collectives than the others
 
 
 class JoinRequest(Message, frozen=True):
-    """A host that is no member -> every member, until a decided plan has it in its world."""
-
-    rack: str = ""
+    rack: str = ""  # of a host that is no member, and asks every member until a decided plan has it in its world
 
 
-class Prepare(Message, frozen=True):
-    """Proposer -> members: promise this ballot."""
-
-    ballot: Ballot
-    lost: tuple[NodeId, ...]  # as the proposer believes
+class Prepare(OfBallot, frozen=True):
+    lost: tuple[NodeId, ...]  # as the proposer believes, which asks members to promise its ballot
     silent: tuple[NodeId, ...] = ()  # those of them that are for nothing but their silence
 
 
-class Promise(Message, frozen=True):
+class Promise(OfBallot, frozen=True):
     """Member -> proposer, after the member has fenced the old generation."""
 
-    ballot: Ballot
     accepted: tuple[Ballot, SwapPlan] | None  # the plan it has accepted for that generation
     holdings: tuple[Holding, ...]
     store: str
@@ -154,41 +139,31 @@ class Promise(Message, frozen=True):
     able: bool = False  # it stands by and has rehearsed some rank
 
 
-class Propose(Message, frozen=True):
-    ballot: Ballot
+class Propose(OfBallot, frozen=True):
     plan: SwapPlan
 
 
-class Accepted(Message, frozen=True):
-    ballot: Ballot
+class Accepted(OfBallot, frozen=True):
+    """Member -> proposer."""
 
 
-class Refused(Message, frozen=True):
-    ballot: Ballot
+class Refused(OfBallot, frozen=True):
     promised: Ballot  # a larger one
 
 
 class Decided(Message, frozen=True):
-    """Proposer -> all: the plan is durable at a majority; act on it. Sent again to whoever is an older generation's."""
-
-    plan: SwapPlan
+    plan: SwapPlan  # that a majority has accepted; sent again to whoever is in an older generation
     ballot: Ballot
 
 
-class Verdict(Message, frozen=True):
-    """Coordinator -> all: the job ends here."""
-
-    generation: Generation
+class Verdict(OfGeneration, frozen=True):
     exit_code: ExitCode  # of every process
     reason: str
     cause: Unrecoverable | None = None  # None for an orderly end
 
 
-class Goodbye(Message, frozen=True):
-    """The sender has left and will not be back. Its `verdict` is for hosts that are about to join."""
-
-    generation: Generation
-    verdict: Verdict | None = None
+class Goodbye(OfGeneration, frozen=True):
+    verdict: Verdict | None = None  # for hosts that are about to join: the sender has left and will not be back
 
 
 AnyMessage = (
@@ -199,12 +174,10 @@ AnyMessage = (
 
 def generation_of(message: AnyMessage) -> Generation:
     match message:
-        case Report() | Status():  # nearly all are
+        case OfGeneration():
             return message.generation
-        case JoinRequest():
-            return 0
-        case Prepare() | Promise() | Propose() | Accepted() | Refused():
+        case OfBallot():
             return message.ballot.generation - 1
         case Start(world) | Decided(SwapPlan(world)):
             return world.generation
-    return message.generation
+    return 0

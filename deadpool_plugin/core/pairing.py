@@ -22,6 +22,7 @@ from .api import EndRank
 from .context import Context
 from .events import Note
 from .messages import Calls, Compare, GroupCalls, RankCalls, Replace
+from .processes import Processes
 from .types import MASK, NEVER, Generation, NodeId, Rank, SwapPlan, listed
 
 FACTOR = 0x9E3779B97F4A7C15
@@ -47,7 +48,7 @@ _ADVISE_NEW = (
 _ADVICE = "All ranks of a group must issue the same collectives in the same order: correct the script"
 
 
-class Call(NamedTuple):
+class Signature(NamedTuple):
     """The part of a collective that all members have in common. `size`: elements of `dtype`, bytes if that is "".
 
     Left at 0 or "" is what may differ by rank: sizes in a gather, a scatter and an all_to_all."""
@@ -60,10 +61,9 @@ class Call(NamedTuple):
 
     def encoded(self) -> int:
         """Encode it in 64 bits, of which the lowest is always set: no collective leaves a digest as it is."""
-        place = (self.root + 1) & 0xFFF
-        size = min(self.size, (1 << 38) - 1)
-        fields = (OPERATIONS.index(self.operation), DTYPES.index(self.dtype), REDUCTIONS.index(self.reduction))
-        return (size << 26 | place << 14 | fields[2] << 10 | fields[1] << 6 | fields[0] << 1 | 1) & MASK
+        size, root = min(self.size, (1 << 38) - 1), self.root + 1 & 0xFFF
+        names = REDUCTIONS.index(self.reduction) << 9 | DTYPES.index(self.dtype) << 5 | OPERATIONS.index(self.operation)
+        return size << 26 | root << 14 | names << 1 | 1
 
     def __str__(self) -> str:
         unit = f"{self.dtype} x {self.size}" if self.dtype else f"{self.size} bytes" if self.size else ""
@@ -71,9 +71,9 @@ class Call(NamedTuple):
         return " ".join(part for part in (self.operation, unit, self.reduction, root) if part)
 
 
-def decoded(code: int) -> Call:
+def decoded(code: int) -> Signature:
     operation, dtype, reduction = code >> 1 & 31, code >> 6 & 15, code >> 10 & 15
-    return Call(OPERATIONS[operation], DTYPES[dtype], code >> 26, REDUCTIONS[reduction], (code >> 14 & 0xFFF) - 1)
+    return Signature(OPERATIONS[operation], DTYPES[dtype], code >> 26, REDUCTIONS[reduction], (code >> 14 & 0xFFF) - 1)
 
 
 def share(place: int, size: int, key: int) -> int:
@@ -127,9 +127,35 @@ def first_difference(one: Member, other: Member, ended: Collection[Rank] = ()) -
     """Find the first difference between two members; None if the known calls of both agree.
 
     Args: ended: ranks whose scripts had ended before their calls were read."""
-    at_end = _at_end(one, other, ended) or _at_end(other, one, ended)
-    found = _at_a_number(one, other) or _at_a_cut(one, other) or at_end
+    found = next(_described(one, other, ended), "")
     return Difference(one[1].key, (one[0], other[0]), found) if found else None
+
+
+def _described(one: Member, other: Member, ended: Collection[Rank]) -> Iterator[str]:
+    """Describe in what two members differ: at a number, at the cut of a step, at the end of a script."""
+    (rank, calls), (peer, its) = one, other
+    both = min(calls.count, its.count)
+    at_both = {next((digest for known, digest, _ in _known(each) if known <= both), None) for each in (calls, its)}
+    if len(at_both) > 1:  # hardly ever, for each of thousands of ranks
+        known, found = {number: (digest, code) for number, digest, code in _known(calls)}, ""
+        for number, digest, code in (each for each in _known(its) if each[0] in known):
+            if known[number][0] == digest:
+                break
+            # `_known` ends with a digest whose collective is known no more.
+            mine, yours = (str(decoded(each)) if each else "one no longer known" for each in (known[number][1], code))
+            found = f"collective {number} of rank {rank} was {mine}, of rank {peer} {yours}"
+        if found:
+            yield found
+    cuts = {step: (count, digest) for step, count, digest in calls.cuts}
+    for step, count, digest in sorted(its.cuts):
+        if step in cuts and cuts[step] != (count, digest):
+            more = calls if cuts[step][0] > count else its
+            newest = f"; the newest was {decoded(more.recent[-1])}" if more.recent else ""
+            yield f"rank {rank} had issued {cuts[step][0]} collectives by step {step}, rank {peer} {count}{newest}"
+    for (rank, calls), (peer, its) in ((one, other), (other, one)):
+        if peer in ended and calls.count > its.count:
+            issued = f"{calls.count} collectives{f', the newest {decoded(calls.recent[-1])}' if calls.recent else ''}"
+            yield f"rank {rank} has issued {issued}; rank {peer} {its.count}, and its script has ended"
 
 
 def _known(calls: GroupCalls) -> Iterator[tuple[int, int, int]]:
@@ -141,67 +167,12 @@ def _known(calls: GroupCalls) -> Iterator[tuple[int, int, int]]:
     yield calls.count - len(calls.recent), digest, 0
 
 
-def _at_a_number(one: Member, other: Member) -> str:
-    (rank, calls), (peer, its) = one, other
-    both = min(calls.count, its.count)
-    at_both = {next((digest for known, digest, _ in _known(each) if known <= both), None) for each in (calls, its)}
-    found = ""
-    if len(at_both) == 1:  # nearly always, for each of thousands of ranks
-        return found
-    known = {number: (digest, code) for number, digest, code in _known(calls)}
-    for number, digest, code in _known(its):
-        if number not in known:
-            continue
-        if known[number][0] == digest:
-            break
-        # `_known` ends with a digest whose collective is known no more.
-        mine, yours = (str(decoded(each)) if each else "one no longer known" for each in (known[number][1], code))
-        found = f"collective {number} of rank {rank} was {mine}, of rank {peer} {yours}"
-    return found
-
-
-def _at_a_cut(one: Member, other: Member) -> str:
-    """Describe a difference at the cut of a step, such as one collective too many of the same kind."""
-    (rank, calls), (peer, its) = one, other
-    cuts = {step: (count, digest) for step, count, digest in calls.cuts}
-    for step, count, digest in sorted(its.cuts):
-        if step in cuts and cuts[step] != (count, digest):
-            more = calls if cuts[step][0] > count else its
-            newest = f"; the newest was {decoded(more.recent[-1])}" if more.recent else ""
-            return f"rank {rank} had issued {cuts[step][0]} collectives by step {step}, rank {peer} {count}{newest}"
-    return ""
-
-
-def _at_end(one: Member, other: Member, ended: Collection[Rank]) -> str:
-    """Describe what `one` has issued more than `other`, whose script has ended."""
-    (rank, calls), (peer, its) = one, other
-    if peer not in ended or calls.count <= its.count:
-        return ""
-    issued = f"{calls.count} collectives" + (f", the newest {decoded(calls.recent[-1])}" if calls.recent else "")
-    return f"rank {rank} has issued {issued}; rank {peer} {its.count}, and its script has ended"
-
-
-def judge_newcomers(ctx: Context, plan: SwapPlan, gone: Iterable[Rank]) -> None:
-    """Trust newcomers after PROVED_AFTER committed steps of the generation that `plan` ends.
-
-    Args: gone: ranks of this node whose process ended: it is replaced even if that was after this node's promise, so
-        that the plan does not say so.
-    """
-    floor = ctx.plan.restore_step if ctx.plan else 0
-    proved, own = ctx.committed >= floor + PROVED_AFTER, plan.world.ranks_of(ctx.node)
-    since = ctx.world.generation if proved else 0
-    ctx.replaced = {rank: when for rank, when in ctx.replaced.items() if rank in own and when >= since}
-    before = ctx.world.node_of or (-1,) * len(plan.world.node_of)
-    moved = (rank for rank, (old, new) in enumerate(zip(before, plan.world.node_of, strict=True)) if old != new)
-    ctx.unproven = (frozenset() if proved else ctx.unproven) | {*moved, *plan.lost_ranks, *gone}
-
-
 class Pairing:
     """The comparison in one generation, as its coordinator makes it: all are asked, and whoever differs goes."""
 
-    def __init__(self, context: Context) -> None:
-        self._ctx = context
-        self._asked_at = NEVER
+    def __init__(self, context: Context, processes: Processes) -> None:
+        self._ctx, self._processes = context, processes
+        self._asked_at = NEVER  # by `Context.awake`
         self._why = ""
         self._ended: frozenset[Rank] = frozenset()
         self._repeated = False  # the newest question was put more than once
@@ -226,7 +197,7 @@ class Pairing:
             return
         else:
             self._repeated = True
-        self._asked_at, self._judged = ctx.now, False
+        self._asked_at, self._judged = ctx.awake, False
         for node in ctx.world.active:
             ctx.send(node, Compare(ctx.world.generation))
 
@@ -236,7 +207,7 @@ class Pairing:
 
     @property
     def answered(self) -> bool:
-        asked, waited_s = self._asked_at != NEVER, self._ctx.now - self._asked_at
+        asked, waited_s = self._asked_at != NEVER, self._ctx.awake - self._asked_at
         return asked and (self._all_answered or waited_s >= self._ctx.timing.silent_after_s)
 
     @property
@@ -244,10 +215,6 @@ class Pairing:
         """Return whether nobody was asked, or nobody differs and every newcomer's node has answered."""
         nodes = {self._ctx.world.node_of[rank] for rank in self._ctx.unproven}
         return self._asked_at == NEVER or (self._judged and not self.found and nodes <= self._calls.keys())
-
-    def excuse_pause(self, gap_s: float) -> None:
-        if self._asked_at != NEVER:
-            self._asked_at += gap_s
 
     def hear(self, sender: NodeId, message: Calls) -> None:
         ctx = self._ctx
@@ -259,18 +226,17 @@ class Pairing:
     def read(self, generation: Generation, ranks: Iterable[RankCalls]) -> None:
         ctx = self._ctx
         if generation == ctx.world.generation:
-            before = {rank for rank, ended_in in ctx.replaced.items() if ended_in < generation}
-            told = (
-                msgspec.structs.replace(one, newcomer=one.rank in ctx.unproven, again=one.rank in before)
-                for one in ranks
-            )
+            told = []
+            for one in ranks:
+                again = ctx.replaced.get(one.rank, generation) < generation
+                told.append(msgspec.structs.replace(one, newcomer=one.rank in ctx.unproven, again=again))
             ctx.send(ctx.coordinator, Calls(generation, tuple(told)))
 
-    def replace(self, message: Replace, gone: Collection[Rank]) -> None:
+    def replace(self, message: Replace) -> None:
         ctx, rank = self._ctx, message.rank
         if message.generation == ctx.world.generation and rank in ctx.world.ranks_of(ctx.node):
             ctx.replaced[rank] = message.generation
-            if rank not in gone:
+            if rank not in self._processes.gone:
                 ctx.act(EndRank(rank, message.reason))
 
     def judge(self) -> None:
@@ -300,3 +266,16 @@ class Pairing:
         ctx.emit(Note(what))
         for rank in sorted(blamed):
             ctx.send(ctx.world.node_of[rank], Replace(ctx.world.generation, rank, what))
+
+    def judge_newcomers(self, plan: SwapPlan) -> None:
+        """Trust newcomers after PROVED_AFTER committed steps of this generation, which `plan` ends."""
+        ctx = self._ctx
+        floor = ctx.plan.restore_step if ctx.plan else 0
+        proved, own = ctx.committed >= floor + PROVED_AFTER, plan.world.ranks_of(ctx.node)
+        since = ctx.world.generation if proved else 0
+        ctx.replaced = {rank: when for rank, when in ctx.replaced.items() if rank in own and when >= since}
+        before = ctx.world.node_of or (-1,) * len(plan.world.node_of)
+        moved = (rank for rank, (old, new) in enumerate(zip(before, plan.world.node_of, strict=True)) if old != new)
+        # A process that ended after this node's promise is replaced although the plan does not say so.
+        new = {*moved, *plan.lost_ranks, *self._processes.gone}
+        ctx.unproven = (frozenset() if proved else ctx.unproven) | new

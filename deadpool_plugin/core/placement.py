@@ -8,30 +8,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
+from typing import TypeAlias
 
 import msgspec
 
 from .types import NodeId, Rank, World
 
+Nodes: TypeAlias = Collection[NodeId]
+
 
 class Rehearsal(msgspec.Struct, frozen=True):
-    """`spare`'s worker in `local_slot` rehearses `rank`, whose start-up recording `source` holds."""
-
     spare: NodeId
     local_slot: int
     rank: Rank
-    source: NodeId
+    source: NodeId  # which holds the rank's start-up recording
 
 
 def buddies_of(world: World, node: NodeId, copies: int) -> tuple[NodeId, ...]:
-    """The nodes that hold `node`'s mirrors: the next `copies` active ones of the ring, then spares if too few.
-
-    () for a node without ranks. Where racks matter the world has an assignment of its own, for the job's `copies`.
-    """
+    """The nodes that hold `node`'s mirrors: the next `copies` active ones of the ring, then spares if too few."""
     if not world.ranks_of(node):
         return ()
     ring, own = world.active, world.positions[node]
-    if world.mirrors:
+    if world.mirrors:  # where racks matter; for the job's `copies`
         return world.mirrors[own]
     near = tuple(ring[(own + hop) % len(ring)] for hop in range(1, min(copies + 1, len(ring))))
     return near + world.spares[: copies - len(near)]
@@ -75,42 +74,30 @@ def rehearsals(world: World) -> tuple[Rehearsal, ...]:
     )
 
 
-def takers_of(
-    world: World, lost: Collection[NodeId], joined: Collection[NodeId] = (), able: Collection[NodeId] = ()
-) -> dict[NodeId, NodeId] | None:
-    """Lost active node -> the spare or `joined` host that takes its ranks as a whole, or None if there are too few.
-
-    Preferred is the spare that rehearses that node. If that has not rehearsed anything yet (it may compile for minutes)
-    one of the `able` ones takes over, if one is free; then others in the order of the spares, joined hosts last.
-    """
+def takers_of(world: World, lost: Nodes, joined: Nodes = (), able: Nodes = ()) -> dict[NodeId, NodeId] | None:
+    """Lost active node -> the spare or `joined` host that takes its ranks as a whole, or None if there are too few."""
     free = [spare for spare in (*world.spares, *joined) if spare not in lost]
     vacant = [node for node in world.active if node in lost]
     if len(vacant) > len(free):
         return None
     rehearsed = {(task.source, task.spare) for task in rehearsals(world)}
     takers: dict[NodeId, NodeId] = {}
-    for has_rehearsed_it, is_able in ((True, True), (False, True), (True, False), (False, False)):
-        for node in (node for node in vacant if node not in takers):
-            for spare in free:
-                if (not has_rehearsed_it or (node, spare) in rehearsed) and (not is_able or spare in able):
-                    takers[node] = spare
-                    free.remove(spare)
-                    break
-    return {node: takers[node] for node in vacant}
+    # One that is not `able` may compile for minutes; of equals goes the one that rehearses the node, then the first.
+    for node, spare in sorted(product(vacant, free), key=lambda pair: (pair[1] not in able, pair not in rehearsed)):
+        if node not in takers and spare not in takers.values():
+            takers[node] = spare
+    return takers
 
 
 def world_after(
     world: World,
-    lost: Collection[NodeId],
-    joined: Collection[NodeId] = (),
+    lost: Nodes,
+    joined: Nodes = (),
     racks: Mapping[NodeId, str] | None = None,  # of the joined hosts
     copies: int = 1,
-    able: Collection[NodeId] = (),
+    able: Nodes = (),
 ) -> World | None:
-    """The next world without the `lost` nodes and with the `joined` hosts as its last spares; None if spares run out.
-
-    Ranks keep their ring positions.
-    """
+    """The next world without the `lost` nodes, with the `joined` hosts as last spares; None if spares run out."""
     takers = takers_of(world, lost, joined, able)
     if takers is None:
         return None
@@ -128,7 +115,7 @@ def world_after(
 
 
 def with_racks(
-    world: World, racks: Mapping[NodeId, str], copies: int, before: Mapping[NodeId, Collection[NodeId]] | None = None
+    world: World, racks: Mapping[NodeId, str], copies: int, before: Mapping[NodeId, Nodes] | None = None
 ) -> World:
     """`world` with its members' racks, and mirrors as `before` as far as they allow; as it is if they have none."""
     known = tuple((node, racks[node]) for node in world.members if racks.get(node))
@@ -147,7 +134,7 @@ class _Assignment:
     Source of the search: augmenting paths, Kuhn (1955), with racks as a further condition on each edge.
     """
 
-    def __init__(self, world: World, copies: int, before: Mapping[NodeId, Collection[NodeId]]) -> None:
+    def __init__(self, world: World, copies: int, before: Mapping[NodeId, Nodes]) -> None:
         self._world, self._copies = world, copies
         self._rack = {node: world.rack_of(node) for node in world.members}
         self.buddies: dict[NodeId, list[NodeId]] = {node: [] for node in world.active}  # in the order of the ring
@@ -171,13 +158,7 @@ class _Assignment:
         self._load[buddy] += 1
 
     def _find(
-        self,
-        node: NodeId,
-        among: Collection[NodeId],
-        apart: bool,
-        others_apart: bool,
-        asked: set[NodeId],
-        before: Collection[NodeId] = (),
+        self, node: NodeId, among: Nodes, apart: bool, others_apart: bool, asked: set[NodeId], before: Nodes = ()
     ) -> bool:
         """Find one buddy more for `node`, if need be by having others move to where there is room.
 
@@ -201,10 +182,9 @@ class _Assignment:
                 self._give(other, buddy)
         return False
 
-    def _fitting(self, node: NodeId, among: Collection[NodeId], apart: bool) -> list[NodeId]:
+    def _fitting(self, node: NodeId, among: Nodes, apart: bool) -> list[NodeId]:
         """List who could be the next buddy of `node`: along the ring from it on, then the spares."""
-        ring, rack = self._world.active, self._rack
-        own = self._world.positions[node]
+        ring, rack, own = self._world.active, self._rack, self._world.positions[node]
         held = {node, *self.buddies[node]}
         racks = {rack[one] for one in held} if apart else set()
         order = (*ring[own + 1 :], *ring[:own], *self._world.spares)
@@ -220,18 +200,12 @@ class LocalSlot(msgspec.Struct, frozen=True):
 
 
 def divide(ranks: Sequence[Rank], slots: Sequence[LocalSlot]) -> tuple[dict[Rank, int], dict[Rank, int]]:
-    """Divide a node's slots among its `ranks`: rank -> index of those that go on, and of those that take it over.
-
-    A rank without a process gets its own slot, else the one that rehearses it, else one that has no rank, if any.
-    """
+    """Divide a node's slots among its `ranks`: rank -> index of those that go on, and of those that take it over."""
     staying = {rank: n for rank in ranks for n, slot in enumerate(slots) if slot.rank == rank and slot.serves}
     free = {n: slot for n, slot in enumerate(slots) if not slot.serves}
-    placed: dict[Rank, int] = {}
-    for choice in range(3):
-        for rank in (rank for rank in ranks if rank not in staying and rank not in placed):
-            for number, slot in free.items():
-                if (slot.rank == rank, slot.rehearses == rank, slot.rank < 0)[choice]:
-                    placed[rank] = number
-                    del free[number]
-                    break
+    vacant, placed = [rank for rank in ranks if rank not in staying], dict[Rank, int]()
+    for choice, rank, (number, slot) in product(range(3), vacant, free.items()):
+        fits = (slot.rank == rank, slot.rehearses == rank, slot.rank < 0)[choice]  # its own slot first
+        if fits and rank not in placed and number not in placed.values():
+            placed[rank] = number
     return staying, placed

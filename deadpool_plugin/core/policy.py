@@ -39,7 +39,7 @@ class Timing:
 
     @property
     def lease_s(self) -> float:
-        """Seconds from the sending of its newest certain report until a node's workers stand still (self_fencing.py).
+        """Seconds from the sending of its newest certain report until a node's workers stand still (contact.py).
 
         Shorter than `silent_after_s`, after which it may be replaced, by more than what clocks that run four percent
         fast and slow and a tick (a quarter of a heartbeat interval) can make up for: 0.9 / 0.96 + 1 / 80 < 1 / 1.04.

@@ -23,7 +23,7 @@ from .events import RankLost
 from .messages import RankFailed, Report
 from .placement import held_by
 from .policy import Budget
-from .rehearsing import Rehearsing
+from .spares import Rehearsing
 from .types import NEVER, NO_STEP, Checkpoint, Failure, Generation, Holding, NodeId, Rank, Step, listed
 
 AGAIN_WITHIN_STEPS = 2  # an error that comes back before more steps were committed is the script's own
@@ -45,7 +45,7 @@ class Processes:
         self._pruned = False  # records of the first steps of a rank of this node are dropped
         self._offers: dict[int, tuple[bool, str]] = {}  # whether a slot's process runs a rank, its store; newest last
         self._lost_stores: set[str] = set()
-        self._gone: dict[Rank, Failure] = {}
+        self.gone: dict[Rank, Failure] = {}
         self._gone_elsewhere: set[Rank] = set()
         self._restarts = Budget(context.policy.restarts_max, context.policy.restarts_window_s)
         self._raised_at: dict[Rank, Step] = {}
@@ -61,12 +61,12 @@ class Processes:
         return offers[-1] if offers else ""
 
     @property
-    def gone(self) -> tuple[Failure, ...]:
-        return tuple(self._gone[rank] for rank in sorted(self._gone))
+    def failures(self) -> tuple[Failure, ...]:
+        return tuple(self.gone[rank] for rank in sorted(self.gone))
 
     @property
     def any_gone(self) -> bool:
-        return bool(self._gone) or bool(self._gone_elsewhere)
+        return bool(self.gone or self._gone_elsewhere)
 
     def report(self) -> None:
         """Tell the coordinator; while fenced only that this node lives (its promise says the rest)."""
@@ -93,7 +93,7 @@ class Processes:
                 pruned=self._pruned,
             )
         ctx.send(ctx.coordinator, report)
-        for failure in () if ctx.swapping else self.gone:
+        for failure in () if ctx.swapping else self.failures:
             ctx.send(ctx.coordinator, RankFailed(ctx.world.generation, failure))
 
     def take_in(self, event: api.Input) -> bool:
@@ -172,11 +172,9 @@ class Processes:
         ranks.add(rank)
 
     def _ends_the_job(self, rank: Rank, exit_code: int, what: str) -> bool:
-        """Return whether the script's error would come back on any node, before training or as it has done already.
-
-        Not while a swap is under way: others may be in the next generation already, whose verdict this is not.
-        """
+        """Return whether the script's error would come back on any node, before training or as it has done already."""
         ctx, before = self._ctx, self._raised_at.get(rank)
+        # While a swap is under way others may be in the next generation already, whose verdict this is not.
         if not ctx.swapping and not ctx.has_trained:
             ctx.stop(what, exit_code)
         elif not ctx.swapping and before is not None and ctx.newest_committed - before <= AGAIN_WITHIN_STEPS:
@@ -192,13 +190,13 @@ class Processes:
         ctx, rank = self._ctx, failure.rank
         if not ctx.formed:
             ctx.resign(f"rank {rank} was lost before the world had formed: {failure.reason}")
-        elif rank not in ctx.world.ranks_of(ctx.node) or rank in self._gone:
+        elif rank not in ctx.world.ranks_of(ctx.node) or rank in self.gone:
             return False
         elif not self._restarts.spend(rank, ctx.now):
             often = f"more than {self._restarts} on this node (restarts_max, restarts_window_s)"
             ctx.resign(f"rank {rank} was lost {often}: {failure.reason}")
         else:
-            self._gone[rank] = failure
+            self.gone[rank] = failure
             ctx.emit(RankLost(rank, failure.reason))
             return ctx.note(True)
         return False
@@ -213,11 +211,7 @@ class Processes:
         self._offers = {slot: offer for slot, offer in self._offers.items() if offer[1] != store}
 
     def begin_generation(self) -> None:
-        """Go back to the restore step: newer snapshots are of a history that did not happen.
-
-        Ranks are ready and finished again only when they say so again. Where the script begins again every process is a
-        new one, and so is its store. Reconfigure replaces every dead process of this node.
-        """
+        """Go back to the restore step: newer snapshots are of a history that did not happen."""
         ctx, plan = self._ctx, self._ctx.plan
         self._to_hold = held_by(ctx.world, ctx.node, ctx.policy.copies)
         if plan is None:
@@ -228,8 +222,9 @@ class Processes:
         self._held = {key: holding for key, holding in self._held.items() if key[1] <= plan.restore_step}
         self._moves = 0
         if ctx.begins_at_top:
-            self._offers.clear()
+            self._offers.clear()  # every process is a new one
         self.consume(plan.store)
-        for of_the_old_one in (self._ready, self._finished, self._lost_stores, self._gone, self._gone_elsewhere):
+        # Reconfigure replaces the dead processes; ranks are ready and finished again only when they say so again.
+        for of_the_old_one in (self._ready, self._finished, self._lost_stores, self.gone, self._gone_elsewhere):
             of_the_old_one.clear()
         self.rehearsing.begin_generation()

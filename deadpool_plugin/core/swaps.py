@@ -9,21 +9,58 @@ again, as it is: whom it names and who is dead by now is the next generation's l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from .api import Claim, Look
 from .context import Context
 from .events import HostJoined, NodeLost, Note, StepsUndone, SwapPlanned, Unprotected, WaitingForHost
 from .ledger import Ledger, NoSpare, plan_swap
-from .membership import Proposal, is_half, is_quorum
-from .messages import Accepted, Decided, NodeFailed, Promise, Propose, Refused, Report
+from .messages import Accepted, Decided, NodeFailed, Prepare, Promise, Propose, Refused, Report
 from .pairing import Pairing
 from .processes import Processes
-from .types import NEVER, NO_STEP, Ballot, NodeId, Rank, SwapPlan, Unrecoverable, listed
+from .types import NEVER, NO_STEP, Ballot, NodeId, Rank, SwapPlan, Unrecoverable, World, listed
 from .voter import Voter
 
 ROUNDS_MAX = 64
 RIVAL_INTERVALS = 4  # heartbeat intervals a refused proposer waits for its rival's decision
+
+
+@dataclass
+class Proposal:
+    """A proposer's current round. First it collects promises, then, once `plan` is set, acceptances."""
+
+    ballot: Ballot
+    lost: dict[NodeId, str]
+    deadline: float  # by `Context.awake`
+    silent: tuple[NodeId, ...] = ()
+    promises: dict[NodeId, Promise] = field(default_factory=dict)
+    plan: SwapPlan | None = None
+    accepted: set[NodeId] = field(default_factory=set)
+    claim: SwapPlan | None = None  # the plan that the witness was asked to keep
+    claimed: bool = False
+    waits_with: tuple[NodeId, ...] | None = None  # while it waits for hosts: the candidates that are too few
+
+    def prepare(self) -> Prepare:
+        return Prepare(self.ballot, tuple(self.lost), self.silent)
+
+    def is_complete(self, world: World) -> bool:
+        """Return whether every member that is not lost has promised. It is asked often, so the count comes first."""
+        return len(self.promises) + len(self.lost) >= len(world.members) and not self.missing(world)
+
+    def missing(self, world: World) -> tuple[NodeId, ...]:
+        return tuple(node for node in world.members if self.waits_for(node))
+
+    def waits_for(self, member: NodeId) -> bool:
+        return member not in self.lost and member not in (self.promises if self.plan is None else self.accepted)
+
+    def inherited(self) -> SwapPlan | None:
+        """The plan this round must propose because an earlier one may have been decided: that of the largest ballot."""
+        earlier = [promise.accepted for promise in self.promises.values() if promise.accepted is not None]
+        return max(earlier, key=lambda pair: pair[0])[1] if earlier else None
+
+    def is_decided(self, world: World, witness: bool) -> bool:
+        return world.is_quorum(self.accepted, witness) or (self.claimed and world.is_half(self.accepted))
 
 
 class Swaps:
@@ -75,13 +112,12 @@ class Swaps:
             # It counts on a lost node's promise. A later loss is the next generation's.
             return self.proposal.plan is None and any(node not in self.proposal.lost for node in suspects)
         if not suspects:
-            due = self._processes.any_gone or self._is_stuck or ctx.swapping
-            return due or (ctx.training and bool(ctx.joinable))
+            return self._processes.any_gone or self._is_stuck or ctx.swapping or (ctx.training and bool(ctx.joinable))
         if not all(ctx.is_silent(node) for node in suspects):
             return True
         # If others fall silent too it may be this node that hears nobody, and whoever it asks to go on without the
         # silent ones makes them leave.
-        return not any(ctx.watch.is_late(node, ctx.now) for node in ctx.living if node != ctx.node)
+        return not any(ctx.watch.is_late(node, ctx.awake) for node in ctx.living if node != ctx.node)
 
     def _without_quorum(self, suspects: Mapping[NodeId, str]) -> None:
         """Ask whether others know of a newer generation, and end alone if not: they may see it otherwise and go on."""
@@ -123,26 +159,24 @@ class Swaps:
         ctx, proposal = self._ctx, self.proposal
         if ctx.decided is not None:
             ctx.send(node, ctx.decided)
-        if proposal is None or proposal.plan is not None:
-            return
-        if node in ctx.world.positions and proposal.waits_for(node):
+        if proposal and proposal.plan is None and node in ctx.world.positions and proposal.waits_for(node):
             ctx.send(node, proposal.prepare())
 
     # -- from promises to a plan ----------------------------------------------------------------------------------
 
     def _begin_round(self, suspects: Mapping[NodeId, str]) -> None:
-        ctx, promised = self._ctx, self.voter.acceptor.promised
+        ctx = self._ctx
         self._rounds += 1
         if self._rounds > ROUNDS_MAX:
             ctx.fence(f"no agreement within {ROUNDS_MAX} rounds")
             return
-        self._round_seen = max(self._round_seen, promised.round if promised is not None else 0) + 1
+        self._round_seen = max(self._round_seen, self.voter.acceptor.promised.round) + 1
         ballot = Ballot(ctx.world.generation + 1, self._round_seen, ctx.node)
         silent = tuple(node for node in suspects if ctx.is_silent(node))
-        deadline = ctx.now + ctx.timing.phase_timeout_s
+        limit_s = ctx.timing.phase_timeout_s
         if not ctx.watch.unheard <= suspects.keys():  # it may link up still, and wait for a host that stands still
-            deadline = max(deadline, ctx.formed_at + ctx.timing.linking_s)
-        self.proposal = Proposal(ballot, dict(suspects), deadline, silent)
+            limit_s = max(limit_s, ctx.formed_at + ctx.timing.linking_s - ctx.now)
+        self.proposal = Proposal(ballot, dict(suspects), ctx.awake + limit_s, silent)
         ctx.broadcast(self.proposal.prepare())
 
     def promise(self, sender: NodeId, message: Promise) -> None:
@@ -162,7 +196,21 @@ class Swaps:
         if raised and len(failed) == len(ctx.world.node_of):  # an error that no rank was spared is the user's
             ctx.stop(f"every rank failed: {raised[0].reason}", raised[0].exit_code)
             return
-        plan = proposal.inherited() or self._plan(proposal, promises, failed)
+        # A replacement of the last swap has no calls from before its restore step: the job can go back no further.
+        oldest = ctx.plan.restore_step if ctx.plan is not None else 0
+        plan = proposal.inherited() or plan_swap(
+            world=ctx.world,
+            ledger=Ledger({node: [h for h in one.holdings if h.step >= oldest] for node, one in promises.items()}),
+            lost=proposal.lost,
+            stores={node: promise.store for node, promise in promises.items()},
+            newest_committed=ctx.newest_committed,
+            lost_ranks=tuple(sorted(failed)),
+            joined=ctx.joinable,
+            may_start_over=not ctx.has_trained and ctx.newest_committed == NO_STEP,
+            copies=ctx.policy.copies,
+            racks=ctx.candidates,
+            able=tuple(node for node, promise in promises.items() if promise.able),
+        )
         if isinstance(plan, NoSpare) and ctx.policy.wait_for_hosts:
             proposal.waits_with = ctx.joinable  # all have said what they hold: that stays true for as long as it takes
             if not ctx.waiting:
@@ -183,31 +231,11 @@ class Swaps:
         elif proposal.waits_with is not None:
             self._restart_phase(proposal)
 
-    def _plan(
-        self, proposal: Proposal, promises: Mapping[NodeId, Promise], failed: Collection[Rank]
-    ) -> SwapPlan | Unrecoverable:
-        ctx = self._ctx
-        # A replacement of the last swap has no calls from before its restore step: the job can go back no further.
-        oldest = ctx.plan.restore_step if ctx.plan is not None else 0
-        return plan_swap(
-            world=ctx.world,
-            ledger=Ledger({node: [h for h in one.holdings if h.step >= oldest] for node, one in promises.items()}),
-            lost=proposal.lost,
-            stores={node: promise.store for node, promise in promises.items()},
-            newest_committed=ctx.newest_committed,
-            lost_ranks=tuple(sorted(failed)),
-            joined=ctx.joinable,
-            may_start_over=not ctx.has_trained and ctx.newest_committed == NO_STEP,
-            copies=ctx.policy.copies,
-            racks=ctx.candidates,
-            able=tuple(node for node, promise in promises.items() if promise.able),
-        )
-
     def _restart_phase(self, proposal: Proposal) -> None:
-        proposal.waits_with, proposal.deadline = None, self._ctx.now + self._ctx.timing.phase_timeout_s
+        proposal.waits_with, proposal.deadline = None, self._ctx.awake + self._ctx.timing.phase_timeout_s
 
     def _needs_witness(self, proposal: Proposal) -> bool:
-        return self._ctx.policy.witness and not is_quorum(self._ctx.world, proposal.promises, witness=True)
+        return self._ctx.policy.witness and not self._ctx.world.is_quorum(proposal.promises, witness=True)
 
     def claimed(self, plan: SwapPlan) -> None:
         """Propose the witness's plan, the only one a half may: that of an earlier attempt, or of the other half."""
@@ -237,8 +265,7 @@ class Swaps:
         if proposal is None or proposal.plan is None or proposal.ballot != message.ballot:
             return
         proposal.accepted.add(sender)
-        enough = is_quorum(ctx.world, proposal.accepted, ctx.policy.witness)
-        if not enough and not (proposal.claimed and is_half(ctx.world, proposal.accepted)):
+        if not proposal.is_decided(ctx.world, ctx.policy.witness):
             return
         decided, self.proposal = Decided(proposal.plan, proposal.ballot), None
         self._announce_plan(decided.plan, proposal.promises)
@@ -278,10 +305,6 @@ class Swaps:
 
     # -- deadlines ------------------------------------------------------------------------------------------------
 
-    def excuse_pause(self, gap_s: float) -> None:
-        if self.proposal is not None:
-            self.proposal.deadline += gap_s
-
     def tick(self) -> None:
         """Look at the deadlines. A coordinator that waits for a host suspends everybody's."""
         ctx = self._ctx
@@ -289,7 +312,7 @@ class Swaps:
         if self.proposal is not None:
             self._expire(self.proposal)
         limit_s = ctx.timing.decision_timeout_s
-        if not ctx.ended and ctx.swapping and ctx.now - ctx.patient_since >= limit_s:
+        if not ctx.ended and ctx.swapping and ctx.awake - ctx.patient_since >= limit_s:
             ctx.fence(f"no decision about generation {ctx.world.generation + 1} within {limit_s:g} s")
 
     def _expire(self, proposal: Proposal) -> None:
@@ -301,13 +324,13 @@ class Swaps:
                 self._look_at = ctx.now + ctx.timing.silent_after_s
                 ctx.act(Look(proposal.ballot.generation))
             return
-        if ctx.now < proposal.deadline:
+        if ctx.awake < proposal.deadline:
             return
         missing = proposal.missing(ctx.world)
         phase, limit = "Prepare" if proposal.plan is None else "Propose", f"within {ctx.timing.phase_timeout_s:g} s"
+        linking = f"since the hosts met, {ctx.now - ctx.formed_at:.0f} s ago"
         for node in missing:
             if node != ctx.node:
-                linking = f"since the hosts met, {ctx.now - ctx.formed_at:.0f} s ago"
                 when = linking if node in ctx.watch.unheard else limit
                 ctx.suspect(node, f"no answer to {phase} {when}", silent=True)
         if missing or proposal.plan is not None:

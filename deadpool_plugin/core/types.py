@@ -1,12 +1,12 @@
 """The nouns of the protocol: world, holdings, plans.
 
-Rules of this file: frozen values only, no behaviour beyond look-ups; world size, rank order and group
-rank lists never change in a swap, only rank -> node does (so a `World` is all a swap replaces).
+Rules of this file: frozen values, and what follows from them alone. World size, rank order and group rank lists never
+change in a swap, only rank -> node does (so a `World` is all a swap replaces).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import Annotated
 
@@ -70,11 +70,22 @@ class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     def rack_of(self, node: NodeId) -> str:
         """Name the unit that may fail as a whole with `node`: its rack, or itself alone."""
-        return self._rack_of.get(node, f"node {node}")
+        return next((f"rack {rack}" for member, rack in self.racks if member == node), f"node {node}")
 
-    @cached_property
-    def _rack_of(self) -> dict[NodeId, str]:
-        return {node: f"rack {rack}" for node, rack in self.racks}
+    # Any two quorums share a member, so no generation has two worlds (ONE_WORLD_PER_GENERATION).
+
+    def is_quorum(self, nodes: Collection[NodeId], witness: bool = False) -> bool:
+        """Return whether `nodes` may decide: more than half, or without a `witness` half with the first active one."""
+        return 2 * len(nodes) >= len(self.members) and self.is_quorum_without(self.positions.keys() - nodes, witness)
+
+    def is_quorum_without(self, lost: Collection[NodeId], witness: bool = False) -> bool:
+        """Return whether all members but `lost` (distinct members) may. Costs the same in a world of any size."""
+        total, present = len(self.members), len(self.members) - len(lost)
+        return 2 * present > total or (2 * present == total and self.active[0] not in lost and not witness)
+
+    def is_half(self, nodes: Collection[NodeId]) -> bool:
+        """Return whether `nodes` may decide what a witness keeps: whatever any half accepts is that one plan."""
+        return 2 * len(self.positions.keys() & nodes) >= len(self.members)
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):
@@ -88,18 +99,14 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """Source of a lost rank's snapshot: its header, and the payload of `payload_rank`'s snapshot of the same step."""
-
-    rank: Rank
+    rank: Rank  # whose snapshot of the restore step is to be had
     header_node: NodeId
     payload_node: NodeId
-    payload_rank: Rank
+    payload_rank: Rank  # a replica, whose snapshot of the same step has the payload
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """The process of `rank` is gone from a healthy node."""
-
-    rank: Rank
+    rank: Rank  # whose process is gone from a healthy node
     exit_code: ExitCode  # of a script that ended by itself with an error, -1 if something else ended it
     reason: str
 

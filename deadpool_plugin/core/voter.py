@@ -1,16 +1,40 @@
 """A member's vote in a swap: fence first, then promise what one holds, then accept.
 
-Rules of this file: whoever is counted as lost and still speaks is told so and leaves; a promise is sent again when what
-it carries changes. See membership.py for the votes.
+Rules of this file: single-decree Paxos, one plan per generation; it forgets everything when the generation is decided.
+Whoever is counted as lost and still speaks is told so and leaves. A promise is sent again when what it carries changes.
+Source: Lamport, Paxos Made Simple, section 2.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from .context import Context
-from .membership import Acceptor
 from .messages import Accepted, NodeFailed, Prepare, Promise, Propose, Refused, Report
 from .processes import Processes
-from .types import NEVER, Ballot, NodeId
+from .types import NEVER, Ballot, NodeId, SwapPlan
+
+
+@dataclass
+class Acceptor:
+    """A voter's promises for the next generation."""
+
+    promised: Ballot = Ballot(0, 0, 0)  # below every ballot: none yet
+    accepted: tuple[Ballot, SwapPlan] | None = None
+
+    def prepare(self, ballot: Ballot) -> bool:
+        """Promise to accept nothing below `ballot`; False if a larger one was promised already."""
+        if ballot < self.promised:
+            return False
+        self.promised = ballot
+        return True
+
+    def accept(self, ballot: Ballot, plan: SwapPlan) -> bool:
+        """Accept `plan`; False if a larger ballot was promised meanwhile."""
+        if not self.prepare(ballot):
+            return False
+        self.accepted = (ballot, plan)
+        return True
 
 
 class Voter:
@@ -19,9 +43,9 @@ class Voter:
     def __init__(self, context: Context, processes: Processes) -> None:
         self._ctx, self._processes = context, processes
         self.acceptor = Acceptor()
+        # When this node first promised each ballot. What was decided by one was decided later: nobody proposes before
+        # all have promised. (An acceptance may come when a majority has long accepted.)
         self.promised_at: dict[Ballot, float] = {}
-        """When this node first promised each ballot. What was decided by one was decided later: nobody proposes before
-        all have promised. (An acceptance may come when a majority has long accepted.)"""
         self._postponed: dict[NodeId, Prepare] = {}
         self._excused_at = NEVER
 
@@ -31,16 +55,14 @@ class Voter:
             return
         if ctx.node in message.lost:
             self.suspected(sender, f"counted as lost by node {sender}", ctx.node in message.silent)
-            return
-        if self._hears_who_is_silent(message):
+        elif self._hears_who_is_silent(message):
             self._postponed[sender] = message
-            return
-        if self.acceptor.prepare(message.ballot):
+        elif self.acceptor.prepare(message.ballot):
             ctx.report_suspects(message)
             self.fence_generation()
             self.answer()
         else:
-            self._refuse(sender, message.ballot)
+            ctx.send(sender, Refused(message.ballot, self.acceptor.promised))
 
     def tick(self) -> None:
         """Answer what was postponed, if the coordinator that was heard then has been silent for long enough by now.
@@ -54,12 +76,11 @@ class Voter:
                 ctx.send(sender, Report(ctx.world.generation))
 
     def _hears_who_is_silent(self, message: Prepare) -> bool:
-        """Return whether the coordinator to be, which is to be replaced for its silence, can still count on us.
-        Ours of now may be gone, as the sender knows already."""
+        """Return whether the coordinator to be, which is to be replaced for its silence, can still count on us."""
         ctx = self._ctx
-        gone = ctx.suspects.keys() | (set(message.lost) - set(message.silent))
+        gone = ctx.suspects.keys() | (set(message.lost) - set(message.silent))  # ours of now, as the sender knows
         coordinator = next(node for node in ctx.world.seniority if node not in gone)
-        return coordinator != ctx.node and coordinator in message.silent and ctx.watch.hears(coordinator, ctx.now)
+        return coordinator != ctx.node and coordinator in message.silent and ctx.watch.hears(coordinator, ctx.awake)
 
     def suspected(self, sender: NodeId, reason: str, silent: bool) -> None:
         """Leave, or suspect `sender`, which counts this node as lost: of two the one goes that no majority hears."""
@@ -72,14 +93,14 @@ class Voter:
     def answer(self) -> None:
         """Send the promise, again if what it carries (a store above all) has come only now."""
         ctx, promised = self._ctx, self.acceptor.promised
-        if promised is not None:
+        if promised.generation:
             self.promised_at.setdefault(promised, ctx.now)
             promise = Promise(
                 promised,
                 self.acceptor.accepted,
                 self._processes.holdings,
                 self._processes.store,
-                failed=self._processes.gone,
+                failed=self._processes.failures,
                 committed=ctx.newest_committed,
                 training=ctx.has_trained,
                 checkpoint=ctx.checkpoint,
@@ -97,11 +118,7 @@ class Voter:
             self.fence_generation()
             ctx.send(sender, Accepted(message.ballot))
         else:
-            self._refuse(sender, message.ballot)
-
-    def _refuse(self, sender: NodeId, ballot: Ballot) -> None:
-        if self.acceptor.promised is not None:
-            self._ctx.send(sender, Refused(ballot, self.acceptor.promised))
+            ctx.send(sender, Refused(message.ballot, self.acceptor.promised))
 
     def fence_generation(self) -> None:
         """Interrupt this generation's workers, unless they are; what they hold stays as it is."""
@@ -115,12 +132,11 @@ class Voter:
         if ballot.generation <= generation:
             if ctx.decided is not None:
                 ctx.send(sender, ctx.decided)
-            return False
-        if ballot.generation > generation + 1:
+        elif ballot.generation > generation + 1:
             ctx.send(sender, Report(generation))
-            return False
-        if sender in ctx.watch.evidence:
+        elif sender in ctx.watch.evidence:
             reason = f"counted as lost by node {ctx.node}: {ctx.watch.evidence[sender]}"
             ctx.send(sender, NodeFailed(generation, sender, reason, ctx.is_silent(sender)))
-            return False
-        return True
+        else:
+            return True
+        return False

@@ -44,12 +44,12 @@ MUTANTS = (
         "what was read is acknowledged, or restored, without a look at its checksum",
     ),
     Mutant(
-        "majority-off-by-one", "core/membership.py",
+        "majority-off-by-one", "core/types.py",
         "return 2 * present > total or", "return 2 * present >= total - 1 or",
         "two worlds may be decided in one generation",
     ),
     Mutant(
-        "stands-still-only-before-a-swap", "core/self_fencing.py",
+        "stands-still-only-before-a-swap", "core/contact.py",
         "if ctx.ended or not ctx.has_trained:", "if ctx.ended or ctx.swapping or not ctx.has_trained:",
         "who is fenced, cut off and in a call that cannot be interrupted is replaced while it still runs",
     ),
@@ -65,26 +65,26 @@ MUTANTS = (
     ),
     Mutant(
         "decided-by-one", "core/swaps.py",
-        "enough = is_quorum(ctx.world, proposal.accepted, ctx.policy.witness)", "enough = True",
+        "return world.is_quorum(self.accepted, witness) or", "return bool(self.accepted) or",
         "one acceptance decides",
     ),
     Mutant(
         "plan-before-all-promised", "core/swaps.py",
-        "if proposal.is_complete(self._ctx.world):", "if is_quorum(self._ctx.world, proposal.promises):",
+        "if proposal.is_complete(self._ctx.world):", "if self._ctx.world.is_quorum(proposal.promises):",
         "the plan, or the verdict, does not know all that survives",
     ),
     Mutant(
         "accepted-plan-not-inherited", "core/swaps.py",
-        "plan = proposal.inherited() or self._plan(", "plan = self._plan(",
+        "plan = proposal.inherited() or plan_swap(", "plan = plan_swap(",
         "what an earlier proposer may have decided is decided otherwise",
     ),
     Mutant(
-        "promised-twice", "core/membership.py",
-        "if self.promised is not None and ballot < self.promised:", "if False:",
+        "promised-twice", "core/voter.py",
+        "if ballot < self.promised:", "if False:",
         "a voter promises a smaller ballot after a larger one, and accepts it",
     ),
     Mutant(
-        "accepted-against-its-promise", "core/membership.py",
+        "accepted-against-its-promise", "core/voter.py",
         "if not self.prepare(ballot):", "if self.prepare(ballot) and False:",
         "a voter accepts what it has promised not to accept",
     ),
@@ -110,7 +110,7 @@ MUTANTS = (
         "a node that is cut off still runs when it is replaced",
     ),
     Mutant(
-        "never-paused", "core/self_fencing.py",
+        "never-paused", "core/contact.py",
         "if ctx.in_contact:", "if True:",
         "a node that is cut off does not stop",
     ),
@@ -182,12 +182,12 @@ MUTANTS = (
     ),
     Mutant(
         "failure-not-promised", "core/voter.py",
-        "failed=self._processes.gone,", "failed=(),",
+        "failed=self._processes.failures,", "failed=(),",
         "a plan does not name the ranks that have no process",
     ),
     Mutant(
         "spare-taken-twice", "core/placement.py",
-        "                    free.remove(spare)\n", "",
+        "if node not in takers and spare not in takers.values():", "if node not in takers:",
         "two lost nodes' ranks go to one spare",
     ),
     Mutant(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import get_args
 
 from deadpool_plugin.core import api
-from deadpool_plugin.core.controller import Controller
-from deadpool_plugin.core.messages import Message
-from deadpool_plugin.core.phases import Phase
+from deadpool_plugin.core.controller import Controller, Phase
+from deadpool_plugin.core.messages import AnyMessage
 
 ALONE = (Phase.OUTSIDE, Phase.JOINING, Phase.ENDED)
 """In these a node has no part among the others."""
@@ -26,7 +26,7 @@ STATES = tuple(
     if phase is not Phase.ENDED  # who has left is fed nothing
     for state in ([phase.name] if phase in ALONE else NAMES[phase.name])
 )
-EVENTS = tuple(sorted(kind.__name__ for kind in (*api.Input.__subclasses__(), *Message.__subclasses__())))
+EVENTS = tuple(sorted(kind.__name__ for kind in (*api.Input.__subclasses__(), *get_args(AnyMessage))))
 
 
 def unseen(pairs: Mapping[str, int]) -> dict[str, tuple[str, ...]]:

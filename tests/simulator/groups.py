@@ -12,7 +12,7 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from deadpool_plugin.core import local
-from deadpool_plugin.core.pairing import Call
+from deadpool_plugin.core.pairing import Signature
 from deadpool_plugin.core.types import Generation, NodeId, Rank
 
 from .tasks import Signal
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .worker import Process
 
 RETRY_S = 0.2
-SUM = Call("all_reduce", "float32", 1, "sum").encoded()
+SUM = Signature("all_reduce", "float32", 1, "sum").encoded()
 """The collective of every step."""
-MORE = Call("all_reduce", "int32", 1, "sum").encoded()
+MORE = Signature("all_reduce", "int32", 1, "sum").encoded()
 WRONG = 1e6
 """Added to the sum of a collective whose members have not all issued the same."""
 

@@ -17,7 +17,7 @@ def without_the_gate(patch) -> None:
 
 
 def decided_by_one_acceptance(patch) -> None:
-    patch.setattr(swaps, "is_quorum", lambda world, nodes, witness=False: bool(nodes))
+    patch.setattr(swaps.Proposal, "is_decided", lambda self, world, witness: bool(self.accepted))
 
 
 def promised_before_the_fence(patch) -> None:

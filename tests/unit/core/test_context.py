@@ -46,4 +46,4 @@ def writers() -> dict[str, set[str]]:
 def test_each_field_of_the_context_is_written_by_one_module():
     found = writers()
     assert {field: sorted(who) for field, who in found.items() if len(who) > 1} == {}
-    assert {"world", "suspects", "changed"} <= found.keys() and found["paused"] == {"self_fencing"}
+    assert {"world", "suspects", "changed"} <= found.keys() and found["paused"] == {"contact"}

@@ -234,7 +234,7 @@ def test_who_was_asked_and_has_answered_while_one_slept_is_not_late():
     controller = formed(0)
     for node in sorted(controller._ctx.watch.unheard):
         hear(controller, node, Report(0), 0.2)
-    controller.step(api.LinkLost(2, "gone"), 0.3)
+    controller.step(api.LinkLost(2, "gone"), 0.25)
     actions = controller.step(api.Ticked(), 60.0)
     assert not [action for action in actions if isinstance(action, (api.Emit, api.Leave))]
     assert 1 not in controller._ctx.suspects

@@ -57,7 +57,7 @@ def test_two_faults_at_any_time(world, losses, cuts, overtakings):
 
 
 def test_a_decision_without_a_majority_is_found(monkeypatch):
-    monkeypatch.setattr(swaps, "is_quorum", lambda world, nodes, witness: True)
+    monkeypatch.setattr(swaps.Proposal, "is_decided", lambda self, world, witness: True)
     with pytest.raises(Violation, match="ONE_WORLD_PER_GENERATION|RESTORABLE|wrong verdict"):
         searched(THREE_AND_ONE, 1, 1, 0, states_max=30_000)
 

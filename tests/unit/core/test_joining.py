@@ -1,4 +1,4 @@
-"""joining.py: a host that asks to become a member, and who is asked. Whole jobs: simulator/test_hosts_join.py."""
+"""spares.py: a host that asks to become a member, and who is asked. Whole jobs: simulator/test_hosts_join.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""membership.py: quorums intersect; a proposer that follows the rules never changes what was decided."""
+"""voter.py and swaps.py: quorums intersect; a proposer that follows the rules never changes what was decided."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from itertools import combinations
 
 import pytest
 
-from deadpool_plugin.core.membership import Acceptor, Proposal, is_quorum, is_quorum_without
 from deadpool_plugin.core.messages import Promise
+from deadpool_plugin.core.swaps import Proposal
 from deadpool_plugin.core.types import Ballot, SwapPlan, World
+from deadpool_plugin.core.voter import Acceptor
 
 PLANS = [SwapPlan(World(1, (node,)), 0, (), (), "store") for node in range(3)]
 
@@ -19,7 +20,7 @@ PLANS = [SwapPlan(World(1, (node,)), 0, (), (), "store") for node in range(3)]
 )
 def test_any_two_quorums_share_a_member(world):
     subsets = [set(c) for size in range(len(world.members) + 1) for c in combinations(world.members, size)]
-    quorums = [subset for subset in subsets if is_quorum(world, subset)]
+    quorums = [subset for subset in subsets if world.is_quorum(subset)]
     assert set(world.members) in quorums
     assert all(a & b for a in quorums for b in quorums)
 
@@ -32,14 +33,14 @@ def test_a_quorum_may_be_counted_from_who_is_missing(spares, witness):
         for size in range(nodes + 1):
             for lost in combinations(world.members, size):
                 left = set(world.members) - set(lost)
-                assert is_quorum_without(world, lost, witness) is is_quorum(world, left, witness)
+                assert world.is_quorum_without(lost, witness) is world.is_quorum(left, witness)
 
 
 @pytest.mark.parametrize(
     ("nodes", "enough"), [({0, 1}, True), ({1, 2}, False), ({1, 2, 3}, True), ({0}, False), ({0, 9, 8}, False)]
 )
 def test_half_needs_the_first_active_node(nodes, enough):
-    assert is_quorum(World(0, (0, 1, 2), (3,)), nodes) is enough
+    assert World(0, (0, 1, 2), (3,)).is_quorum(nodes) is enough
 
 
 def test_an_acceptor_keeps_its_promise():
@@ -83,11 +84,11 @@ def test_one_world_per_generation(seed):
         elif proposal.plan is None:
             if acceptor.prepare(proposal.ballot):
                 proposal.promises[voter] = Promise(proposal.ballot, acceptor.accepted, (), "")
-            if is_quorum(world, proposal.promises):
+            if world.is_quorum(proposal.promises):
                 proposal.plan = proposal.inherited() or PLANS[proposal.ballot.node]
         elif acceptor.accept(proposal.ballot, proposal.plan):
             proposal.accepted.add(voter)
-            if is_quorum(world, proposal.accepted):
+            if proposal.is_decided(world, witness=False):
                 decided.append(proposal.plan)
                 running.remove(proposal)
     assert len(set(map(id, decided))) <= 1

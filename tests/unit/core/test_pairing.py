@@ -10,12 +10,12 @@ import pytest
 from support import expect, present
 
 from deadpool_plugin.core.ledger import Ledger, RestorePoint
-from deadpool_plugin.core.pairing import Call, decoded, first_difference, share
+from deadpool_plugin.core.pairing import Signature, decoded, first_difference, share
 from deadpool_plugin.core.types import MASK, Holding, World
 from deadpool_plugin.transport.flight_recorder import AREA_BYTES, RECENT, FlightRecorder, read_calls
 
 WORLD = World(0, (0, 1), (2,))
-SUM, MORE = Call("all_reduce", "float32", 1, "sum"), Call("all_reduce", "int32", 1, "sum")
+SUM, MORE = Signature("all_reduce", "float32", 1, "sum"), Signature("all_reduce", "int32", 1, "sum")
 
 
 def issued(codes, place=0, size=2, cuts=()):
@@ -33,7 +33,13 @@ def issued(codes, place=0, size=2, cuts=()):
 
 @pytest.mark.parametrize(
     "call",
-    [SUM, MORE, Call("broadcast", "", 1 << 33, "", 4000), Call("barrier"), Call("reduce", "bfloat16", 7, "max", 0)],
+    [
+        SUM,
+        MORE,
+        Signature("broadcast", "", 1 << 33, "", 4000),
+        Signature("barrier"),
+        Signature("reduce", "bfloat16", 7, "max", 0),
+    ],
 )
 def test_a_call_is_what_its_code_says(call):
     assert decoded(call.encoded()) == call and call.encoded() <= MASK
@@ -42,7 +48,7 @@ def test_a_call_is_what_its_code_says(call):
 def test_the_sums_of_a_group_add_up_to_nothing_if_its_members_agree_and_only_then():
     chance = random.Random(5)
     for size in (2, 3, 8):
-        codes = [Call("all_reduce", "float32", chance.randrange(1 << 20), "sum").encoded() for _ in range(50)]
+        codes = [Signature("all_reduce", "float32", chance.randrange(1 << 20), "sum").encoded() for _ in range(50)]
         sums = [issued(codes, place, size)[1] for place in range(size)]
         assert sum(sums) & MASK == 0
         for place, other in itertools.product(range(size), (codes[:-1], [*codes, codes[-1]], codes[1:] + codes[:1])):
@@ -51,7 +57,7 @@ def test_the_sums_of_a_group_add_up_to_nothing_if_its_members_agree_and_only_the
 
 
 def test_the_first_difference_is_found_as_long_as_it_is_known():
-    codes = [Call("all_reduce", "float32", size, "sum").encoded() for size in range(3 * RECENT)]
+    codes = [Signature("all_reduce", "float32", size, "sum").encoded() for size in range(3 * RECENT)]
     at = 2 * RECENT + 20
     mine, _ = issued(codes)
     wrong, _ = issued([*codes[:at], MORE.encoded(), *codes[at:]])
@@ -76,7 +82,7 @@ def test_what_is_issued_after_a_peers_script_has_ended_pairs_with_nothing():
 
 def test_members_differ_if_and_only_if_what_both_have_issued_does():
     chance = random.Random(6)
-    known = [call.encoded() for call in (SUM, MORE, Call("barrier"))]
+    known = [call.encoded() for call in (SUM, MORE, Signature("barrier"))]
     for _ in range(300):
         codes = chance.choices(known, k=chance.randrange(1, 2 * RECENT))
         other, place = list(codes), chance.randrange(len(codes))

@@ -1,4 +1,4 @@
-"""core/partial_partition.py: two members that do not hear each other, while the coordinator hears both."""
+"""core/contact.py: two members that do not hear each other, while the coordinator hears both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""phases.py: every move of the table is made by some inputs, none besides, and the README shows the table."""
+"""controller.py: every move of the table is made by some inputs, none besides, and the README shows the table."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_plugin.core import api
-from deadpool_plugin.core.controller import Controller
+from deadpool_plugin.core.controller import MOVES, Controller, IllegalMove, Phase
 from deadpool_plugin.core.messages import Prepare, Status
-from deadpool_plugin.core.phases import MOVES, IllegalMove, Phase, moved
 from deadpool_plugin.core.types import NO_STEP, Ballot, SwapPlan, World
 
 from .test_controller import PLAN, TIMING, WORLD, decided, formed, hear
@@ -55,10 +54,12 @@ def test_every_move_of_the_table_is_made_and_no_other():
 
 
 def test_a_move_the_table_lacks_raises():
-    assert moved(Phase.FENCED, Phase.RESTORING) is Phase.RESTORING
-    assert moved(Phase.ENDED, Phase.ENDED) is Phase.ENDED
+    controller = formed(3)
+    controller.step(TRAINS, 0.1)
+    controller.phase = Phase.ENDED
     with pytest.raises(IllegalMove, match="ENDED -> TRAINING"):
-        moved(Phase.ENDED, Phase.TRAINING)
+        controller.step(api.Ticked(), 0.2)
+    assert controller.phase is Phase.ENDED
 
 
 @pytest.mark.parametrize("event", [api.WorldFormed(World(0, (0, 1))), api.Joining((0, 1))])

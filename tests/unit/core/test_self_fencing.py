@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from deadpool_plugin.core.membership import is_quorum, value_of_quorum
-from deadpool_plugin.core.self_fencing import Contact
+from deadpool_plugin.core.contact import Contact, value_of_quorum
 from deadpool_plugin.core.types import NEVER, World
 
 from .strategies import worlds
@@ -19,7 +18,7 @@ def test_value_of_quorum(world, data):
     reached = [
         value
         for value in {NEVER, *values.values()}
-        if is_quorum(world, {node for node in world.members if values.get(node, NEVER) >= value}, witness)
+        if world.is_quorum({node for node in world.members if values.get(node, NEVER) >= value}, witness)
     ]
     assert found == max(reached)
 

@@ -9,7 +9,6 @@ import pytest
 
 from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
-from deadpool_plugin.core.membership import is_half, is_quorum
 from deadpool_plugin.core.policy import Policy
 from deadpool_plugin.core.types import Holding, World
 
@@ -20,8 +19,8 @@ from .test_controller import TIMING
 def test_a_half_shares_a_member_with_every_majority(spares):
     world = World(0, tuple(range(6 - spares)), tuple(range(6 - spares, 6)))
     subsets = [set(c) for size in range(7) for c in combinations(world.members, size)]
-    halves = [one for one in subsets if is_half(world, one)]
-    majorities = [one for one in subsets if is_quorum(world, one, witness=True)]
+    halves = [one for one in subsets if world.is_half(one)]
+    majorities = [one for one in subsets if world.is_quorum(one, witness=True)]
     assert all(a & b for a in halves for b in majorities)
     assert all(len(one) > 3 for one in majorities)
 
