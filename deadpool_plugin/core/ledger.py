@@ -181,16 +181,12 @@ def plan_swap(
     newest_committed: Step = NO_STEP,  # the newest step somebody knows to be committed and no plan has undone
     *,
     lost_ranks: tuple[Rank, ...] = (),
-    joined: tuple[NodeId, ...] = (),
+    joined: Mapping[NodeId, str] = {},  # with their racks, "" for none
     may_start_over: bool = False,  # nothing is committed and nobody knows of training: the script may begin again
     copies: int = 1,
-    racks: Mapping[NodeId, str] | None = None,  # of the hosts that have joined
     able: tuple[NodeId, ...] = (),  # the spares that have rehearsed some rank
 ) -> SwapPlan | Unrecoverable:
-    """The plan for the world without its lost nodes, or why there is none. A node takes a lost one's ranks as a whole.
-
-    Returns: a plan whose `store` is "" if no survivor offers one (yet), and always if the script begins again.
-    """
+    """The plan for the world without its lost nodes, or why there is none. One node takes all ranks of a lost one."""
     survivors = tuple(node for node in world.members if node not in lost)
     lost_nodes = tuple(node for node in world.members if node in lost)
     vacant = tuple(rank for rank, node in enumerate(world.node_of) if node in lost)
@@ -199,14 +195,14 @@ def plan_swap(
         point = RestorePoint(NO_STEP, ())
     if isinstance(point, str):
         return Unrecoverable(point, vacant, newest_committed)
-    after = world_after(world, lost, joined, racks, copies, able)
+    after = world_after(world, lost, joined, copies, able)
     if after is None:
         spares = sum(spare in survivors for spare in world.spares) + len(joined)
         what = "no spare is left" if spares == 0 else f"only {spares} spare(s) are left"
         # Its coordinator may have died before it told anybody what was committed.
         newest = max(newest_committed, point.step)
         return NoSpare(f"{what} for lost node(s) {listed(lost_nodes)}", vacant, newest)
-    # The store is that of the lowest surviving active node that offers one, else of a spare.
+    # Of the lowest surviving active node that offers one, else of a spare. A script that begins again needs none.
     order = sorted(node for node in world.active if node in survivors) + [n for n in world.spares if n in survivors]
     store = next((stores[node] for node in order if stores.get(node)), "") if point.step != NO_STEP else ""
-    return SwapPlan(after, point.step, lost_nodes, point.sources, store, lost_ranks, joined)
+    return SwapPlan(after, point.step, lost_nodes, point.sources, store, lost_ranks, tuple(joined))

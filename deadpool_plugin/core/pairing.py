@@ -98,12 +98,8 @@ Member: TypeAlias = tuple[Rank, GroupCalls]
 class Difference(NamedTuple):
     """Two members of a group that have issued different collectives."""
 
-    key: str
     ranks: tuple[Rank, Rank]
     what: str
-
-    def __str__(self) -> str:
-        return f"group {self.key}: {self.what}"
 
 
 def differences(
@@ -128,7 +124,7 @@ def first_difference(one: Member, other: Member, ended: Collection[Rank] = ()) -
 
     Args: ended: ranks whose scripts had ended before their calls were read."""
     found = next(_described(one, other, ended), "")
-    return Difference(one[1].key, (one[0], other[0]), found) if found else None
+    return Difference((one[0], other[0]), f"group {one[1].key}: {found}") if found else None
 
 
 def _described(one: Member, other: Member, ended: Collection[Rank]) -> Iterator[str]:
@@ -181,12 +177,9 @@ class Pairing:
         self.found = False  # somebody differs, and is on its way out; or the job is
 
     def ask(self, why: str = "", ended: Collection[Rank] = ()) -> None:
-        """Ask all, unless they have been asked, no script has ended since and no newcomer's answer is lacking.
-
-        Args: why: what is known to differ already, "" if it is only suspected. ended: ranks whose scripts have ended.
-        """
+        """Ask all, unless they have been asked, no script has `ended` since and no newcomer's answer is lacking."""
         ctx = self._ctx
-        self._why = self._why or why
+        self._why = self._why or why  # what is known to differ already, "" if it is only suspected
         # A late answer would be taken for one to the new question, and be older than `ended`.
         current = self._all_answered and not self._repeated
         more = self._judged and not self.found and current and not self._ended.issuperset(ended)
@@ -257,7 +250,7 @@ class Pairing:
         if not found:  # whoever has not answered has issued it; its node may be about to be lost
             blamed = {*ctx.unproven} - answers.keys() or newcomers
         again = sorted(rank for rank in blamed & answers.keys() if answers[rank].again)
-        what = f"{MISPAIRS}: {shown or self._why}"
+        what = f"{MISPAIRS}: {shown.what if shown else self._why}"
         if not blamed or again:
             before = f", as before rank(s) {listed(again)} were replaced" if again else ""
             advice = _ADVISE_NEW if blamed else _ADVICE

@@ -18,7 +18,7 @@ from .types import NodeId, Rank, World
 Nodes: TypeAlias = Collection[NodeId]
 
 
-class Rehearsal(msgspec.Struct, frozen=True):
+class RehearsalTask(msgspec.Struct, frozen=True):
     spare: NodeId
     local_slot: int
     rank: Rank
@@ -64,11 +64,11 @@ def copies_needed(world: World, copies: int) -> int:
     return min(copies, len(world.members) - 1)
 
 
-def rehearsals(world: World) -> tuple[Rehearsal, ...]:
+def rehearsals(world: World) -> tuple[RehearsalTask, ...]:
     """Give every spare its rehearsals: spare i the ranks of active node i (modulo their number), one a local slot."""
     ring = world.active
     return tuple(
-        Rehearsal(spare, slot, rank, source=ring[index % len(ring)])
+        RehearsalTask(spare, slot, rank, source=ring[index % len(ring)])
         for index, spare in enumerate(world.spares)
         for slot, rank in enumerate(world.ranks_of(ring[index % len(ring)]))
     )
@@ -92,8 +92,7 @@ def takers_of(world: World, lost: Nodes, joined: Nodes = (), able: Nodes = ()) -
 def world_after(
     world: World,
     lost: Nodes,
-    joined: Nodes = (),
-    racks: Mapping[NodeId, str] | None = None,  # of the joined hosts
+    joined: Mapping[NodeId, str] = {},  # with their racks, "" for none
     copies: int = 1,
     able: Nodes = (),
 ) -> World | None:
@@ -111,7 +110,7 @@ def world_after(
         takers.get(node, node): [takers.get(buddy, buddy) for buddy in buddies_of(world, node, copies)]
         for node in world.active
     }
-    return with_racks(after, {**dict(world.racks), **(racks or {})}, copies, before)
+    return with_racks(after, {**dict(world.racks), **joined}, copies, before)
 
 
 def with_racks(
@@ -160,10 +159,7 @@ class _Assignment:
     def _find(
         self, node: NodeId, among: Nodes, apart: bool, others_apart: bool, asked: set[NodeId], before: Nodes = ()
     ) -> bool:
-        """Find one buddy more for `node`, if need be by having others move to where there is room.
-
-        Args: apart: in racks that hold no copy of it yet. others_apart: whoever must move for it stays apart too.
-        """
+        """Find one buddy more for `node`, if need be by having others move. `apart`: in racks that hold no copy yet."""
         fitting = [one for one in self._fitting(node, among, apart) if one not in asked]
         free = [one for one in fitting if self._load[one] < self._copies]
         if free:

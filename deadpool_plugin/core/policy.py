@@ -39,11 +39,7 @@ class Timing:
 
     @property
     def lease_s(self) -> float:
-        """Seconds from the sending of its newest certain report until a node's workers stand still (contact.py).
-
-        Shorter than `silent_after_s`, after which it may be replaced, by more than what clocks that run four percent
-        fast and slow and a tick (a quarter of a heartbeat interval) can make up for: 0.9 / 0.96 + 1 / 80 < 1 / 1.04.
-        """
+        """Seconds from the sending of a node's newest certain report until its workers stand still: see README.md."""
         return 0.9 * self.silent_after_s
 
     @property
@@ -58,10 +54,9 @@ class Timing:
 
 
 class Budget:
-    """A budget for each key: `most` times within any stretch of `window_s` seconds; 0: never.
+    """A budget for each key: `most` times within any stretch of `window_s` seconds; 0: never."""
 
-    Source: systemd's StartLimitBurst within StartLimitIntervalSec; Erlang/OTP's restart intensity of a supervisor.
-    """
+    # Source: systemd's StartLimitBurst within StartLimitIntervalSec; Erlang/OTP's restart intensity of a supervisor.
 
     def __init__(self, most: int, window_s: float) -> None:
         self._most, self._window_s = most, window_s

@@ -23,7 +23,7 @@ class JoinAttempt:
 
     def __init__(self, context: Context, members: tuple[NodeId, ...], rack: str) -> None:
         self._ctx, self._rack = context, rack
-        self._members = list(members)
+        self._members = dict.fromkeys(members)
         self._verdict: Verdict | None = None  # how the job has ended, says a member that left before it heard of us
         self.first_asked_at = context.now  # the plan that takes this host in was decided later
         context.be_patient()
@@ -44,8 +44,7 @@ class JoinAttempt:
 
     def link_lost(self, node: NodeId, reason: str) -> None:
         """Go on without it: that member may be the one loss this host is needed for; the others decide."""
-        if node in self._members:
-            self._members.remove(node)
+        self._members.pop(node, None)
         if not self._members and self._verdict is not None:  # while others are there it may be that of a part cut off
             self._ctx.conclude(self._verdict)
         elif not self._members:

@@ -205,10 +205,9 @@ class Swaps:
             stores={node: promise.store for node, promise in promises.items()},
             newest_committed=ctx.newest_committed,
             lost_ranks=tuple(sorted(failed)),
-            joined=ctx.joinable,
+            joined={node: ctx.candidates[node] for node in ctx.joinable},
             may_start_over=not ctx.has_trained and ctx.newest_committed == NO_STEP,
             copies=ctx.policy.copies,
-            racks=ctx.candidates,
             able=tuple(node for node, promise in promises.items() if promise.able),
         )
         if isinstance(plan, NoSpare) and ctx.policy.wait_for_hosts:

@@ -78,7 +78,7 @@ def swapped(draw) -> tuple[World, World, int]:
     world, copies = draw(racked())
     lost = draw(st.sets(st.sampled_from(world.members), min_size=1, max_size=2))
     joined = {9: draw(st.sampled_from(["a", "b", ""]))} if draw(st.booleans()) else {}
-    after = world_after(world, lost, tuple(joined), joined, copies)
+    after = world_after(world, lost, joined, copies)
     assume(after is not None and len(after.members) > 1 and after.racks)
     return world, present(after), copies
 

@@ -62,7 +62,7 @@ def test_the_first_difference_is_found_as_long_as_it_is_known():
     mine, _ = issued(codes)
     wrong, _ = issued([*codes[:at], MORE.encoded(), *codes[at:]])
     found = first_difference((0, mine), (1, wrong))
-    assert present(found).what == f"collective {at + 1} of rank 0 was {decoded(codes[at])}, of rank 1 {MORE}"
+    assert present(found).what == f"group 0+2: collective {at + 1} of rank 0 was {decoded(codes[at])}, of rank 1 {MORE}"
     behind = msgspec.structs.replace(issued(codes[:-40])[0], cuts=())
     assert first_difference((0, mine), (1, behind)) is None, "a member that is behind differs in nothing"
     long_ago, _ = issued([MORE.encoded(), *codes[1:]])
@@ -73,7 +73,7 @@ def test_what_is_issued_after_a_peers_script_has_ended_pairs_with_nothing():
     codes = [SUM.encoded()] * 3
     waits, ended = (msgspec.structs.replace(issued(codes[:count])[0], cuts=()) for count in (3, 2))
     assert first_difference((0, ended), (1, waits)) is None, "rank 0 may be behind"
-    said = f"rank 1 has issued 3 collectives, the newest {SUM}; rank 0 2, and its script has ended"
+    said = f"group 0+2: rank 1 has issued 3 collectives, the newest {SUM}; rank 0 2, and its script has ended"
     for one, other in itertools.permutations([(0, ended), (1, waits)]):
         assert present(first_difference(one, other, {0})).what == said
         assert first_difference(one, other, {1}) is None, "rank 0 may be behind"

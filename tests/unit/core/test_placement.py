@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from deadpool_plugin.core.placement import (
     LocalSlot,
-    Rehearsal,
+    RehearsalTask,
     buddies_of,
     copies_needed,
     divide,
@@ -74,11 +74,11 @@ def test_payload_is_mirrored_unless_enough_replicas_are_elsewhere(rank, replicas
 
 def test_spares_rehearse_the_active_nodes_in_turn():
     assert rehearsals(World(0, (4, 4, 1), (2, 3, 5))) == (
-        Rehearsal(2, 0, 0, 4),
-        Rehearsal(2, 1, 1, 4),
-        Rehearsal(3, 0, 2, 1),
-        Rehearsal(5, 0, 0, 4),
-        Rehearsal(5, 1, 1, 4),
+        RehearsalTask(2, 0, 0, 4),
+        RehearsalTask(2, 1, 1, 4),
+        RehearsalTask(3, 0, 2, 1),
+        RehearsalTask(5, 0, 0, 4),
+        RehearsalTask(5, 1, 1, 4),
     )
 
 
@@ -128,7 +128,7 @@ def test_a_spare_that_is_ready_takes_over_before_one_that_may_still_compile(lost
     ],
 )
 def test_who_joins_stands_by_or_takes_over_at_once(lost, joined, after):
-    assert world_after(World(0, (0, 1), (3,)), lost, joined) == after
+    assert world_after(World(0, (0, 1), (3,)), lost, dict.fromkeys(joined, "")) == after
 
 
 @given(world=worlds(), data=st.data())

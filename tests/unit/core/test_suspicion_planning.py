@@ -110,7 +110,7 @@ def test_no_plan(lost, ranks, newest, says):
 
 
 def test_lost_ranks_and_joined_hosts_are_named():
-    plan = plan_swap(WORLD, Ledger(FULL), (), {0: "zero"}, 4, lost_ranks=(2,), joined=(7,))
+    plan = plan_swap(WORLD, Ledger(FULL), (), {0: "zero"}, 4, lost_ranks=(2,), joined={7: ""})
     assert plan == SwapPlan(World(5, (0, 1, 2), (3, 4, 7)), 5, (), (), "zero", lost_ranks=(2,), joined=(7,))
 
 
