@@ -23,10 +23,6 @@ from . import bookkeeping, saving
 from .state import TrainingState, check_base, parts_of
 
 SCHEDULES = ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
-OPTIMIZER_CALLS: tuple[tuple[str, CallKind, type[Call]], ...] = (
-    ("step", CallKind.UPDATE, Call), ("zero_grad", CallKind.PLAIN, Call),
-    ("sharded_state_dict", CallKind.PLAIN, saving.ShardedState),
-)  # fmt: skip
 TRACKER = "latest_checkpointed_iteration.txt"
 HASHES = "check_param_hashes_across_dp_replicas"
 """Function behind `--check-weight-hash-across-dp-replicas-interval`."""
@@ -67,18 +63,11 @@ class MegatronAdapter(FrameworkAdapter):
         from megatron.core.rerun_state_machine import RerunDataIterator
         from megatron.core.timers import Timer
 
-        def remember(instances: list[Any], instance: Any) -> None:
-            if not any(known is instance for known in instances):
-                instances.append(instance)
-
-        for instances, cls in (
-            (self._chunks, DistributedDataParallel),
-            (self._optimizers, optimizers.MegatronOptimizer),
-            (self._optimizers, optimizers.ChainedOptimizer),
-            (self._schedulers, OptimizerParamScheduler),
-            (self._timers, Timer),
-        ):
-            after_init(cls, functools.partial(remember, instances))
+        after_init(DistributedDataParallel, self._chunks.append)
+        after_init(optimizers.MegatronOptimizer, self._optimizers.append)
+        after_init(optimizers.ChainedOptimizer, self._optimizers.append)  # which need not call the one above
+        after_init(OptimizerParamScheduler, self._schedulers.append)
+        after_init(Timer, self._timers.append)
         wrap_call = functools.partial(wrap, handler, calls=self.calls)
         DistributedDataParallel.no_sync = bookkeeping.no_sync
         wrap_call(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
@@ -91,9 +80,12 @@ class MegatronAdapter(FrameworkAdapter):
         for name in SCHEDULES:
             wrap_call(schedules, f"forward_backward_{name}", CallKind.FORWARD, made=ForwardBackward)
         for cls in _subclasses(optimizers.MegatronOptimizer):
-            for name, kind, made in OPTIMIZER_CALLS:
-                if name in vars(cls):
-                    wrap_call(cls, name, kind, made=made)
+            if "step" in vars(cls):
+                wrap_call(cls, "step", CallKind.UPDATE)
+            if "zero_grad" in vars(cls):
+                wrap_call(cls, "zero_grad", CallKind.PLAIN)
+            if "sharded_state_dict" in vars(cls):
+                wrap_call(cls, "sharded_state_dict", CallKind.PLAIN, made=saving.ShardedState)
             if "step_with_ready_grads" in vars(cls):
                 self.refuse_outside(cls, "step_with_ready_grads", "call optimizer.step()")
         remedy = "set config.finalize_model_grads_func, which the schedule calls"
@@ -124,7 +116,7 @@ class MegatronAdapter(FrameworkAdapter):
         for part in [part for optimizer in self._optimizers for part in parts_of(optimizer)]:
             check_base(part)
         nested = {id(inner) for outer in self._optimizers for inner in getattr(outer, "chained_optimizers", ())}
-        outermost = [optimizer for optimizer in self._optimizers if id(optimizer) not in nested]
+        outermost = list({id(one): one for one in self._optimizers if id(one) not in nested}.values())
         if len(outermost) != 1:
             raise Unsupported(
                 f"the script has {len(outermost)} Megatron optimizers",
