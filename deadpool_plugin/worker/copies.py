@@ -21,8 +21,7 @@ from ..errors import Unsupported
 from .codec import is_recorded
 
 COPIED_BYTES_MAX = 1 << 20  # of one tensor
-ON_HOST_BYTES_MAX = 64 << 20
-"""Most bytes of copies in page-locked memory: a long evaluation keeps all its batches until the next step is done."""
+ON_HOST_BYTES_MAX = 64 << 20  # in page-locked memory: a long evaluation keeps its batches until the next step is done
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,24 +76,25 @@ class Kept:
 
     def __init__(self, value: Any) -> None:
         self._on_host_bytes = 0
-        leaves, self._spec = pytree.tree_flatten(value)
-        self._leaves = [self._copied(leaf) if _is_small(leaf) else leaf for leaf in leaves]
-        # Tensors made in inference mode cannot tell that they were changed.
-        large = [leaf for leaf in leaves if _is_data(leaf) and not _is_small(leaf) and not leaf.is_inference()]
-        self._versions = [(tensor, tensor._version) for tensor in large]
+        self._leaves, self._spec = pytree.tree_flatten(value)
+        self._copies: dict[int, torch.Tensor] = {}  # of small ones, by their places among the leaves
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        for at, leaf in enumerate(self._leaves):
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
+                continue
+            if leaf.numel() * leaf.element_size() <= COPIED_BYTES_MAX:
+                if fits := leaf.is_cuda and Kept.on_host_bytes + leaf.nbytes <= ON_HOST_BYTES_MAX:
+                    self._on_host_bytes += leaf.nbytes
+                    Kept.on_host_bytes += leaf.nbytes
+                self._leaves[at], self._copies[at] = None, copied(leaf) if fits else leaf.detach().clone()
+            elif not leaf.is_inference():  # which cannot tell that it was changed
+                self._versions.append((leaf, leaf._version))
 
     def __del__(self) -> None:
         Kept.on_host_bytes -= self._on_host_bytes
 
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_cuda or Kept.on_host_bytes + tensor.nbytes > ON_HOST_BYTES_MAX:
-            return tensor.detach().clone()
-        self._on_host_bytes += tensor.nbytes
-        Kept.on_host_bytes += tensor.nbytes
-        return copied(tensor)
-
     def again(self) -> Any:
-        leaves = [copied_back(leaf) if _is_small(leaf) else leaf for leaf in self._leaves]
+        leaves = [copied_back(self._copies[at]) if at in self._copies else leaf for at, leaf in enumerate(self._leaves)]
         return pytree.tree_unflatten(leaves, self._spec)
 
     def changed(self) -> list[int] | None:
@@ -129,20 +129,10 @@ class Inputs(Kept):
         return super().again()
 
 
-def _is_small(leaf: Any) -> bool:
-    return _is_data(leaf) and leaf.numel() * leaf.element_size() <= COPIED_BYTES_MAX
-
-
-def _is_data(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
-
-
 def structure(value: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Copy the plain containers in `value`; all else (tensors, the script's own containers) goes by reference.
-
-    Saving functions change the dicts and shard descriptions they are given; doing it again needs them as they were.
-    `copies`: of what was met before, so that what is shared stays shared.
-    """
+    """Copy the plain containers in `value`; all else (tensors, the script's own containers) goes by reference."""
+    # Saving functions change the dicts and shard descriptions they are given; doing it again needs them as they were.
+    # `copies`: of what was met before, so that what is shared stays shared.
     copies = {} if copies is None else copies
     if id(value) in copies:
         return copies[id(value)]
