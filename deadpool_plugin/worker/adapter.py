@@ -17,8 +17,7 @@ from . import rng
 from .calls import CallHandler
 from .saving import Saves
 
-Scalars = dict[str, Any]
-"""Plain data only: None, bool, int, float, str, bytes, and lists, tuples and dicts of them."""
+Scalars = dict[str, Any]  # plain data only: None, bool, int, float, str, bytes, and lists, tuples and dicts of them
 
 
 class State(Protocol):
@@ -26,8 +25,7 @@ class State(Protocol):
 
     shard: Sequence[torch.Tensor]
     """Live tensors of this rank's shard, in an order that is equal on every replacement of the rank; no copies."""
-    changing: Sequence[torch.Tensor]
-    """Those of `shard` that change in other calls than the update (buffers): copied at the cut itself."""
+    changing: Sequence[torch.Tensor]  # those of `shard` that change outside of updates (buffers): copied at the cut
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` lies in the framework's parameter or gradient memory, which a restore covers."""
@@ -63,8 +61,7 @@ class State(Protocol):
 class Adapter(Protocol):
     """The framework, as the worker runtime needs it. Order: install, attach, then the rest as often as needed."""
 
-    framework: str
-    """The module whose presence says that a script uses this framework."""
+    framework: str  # the module whose presence says that a script uses this framework
     state: State
     """The rank's state. From `attach` on."""
 
@@ -98,10 +95,8 @@ class Adapter(Protocol):
 
 
 def capture_rng(adapter: Adapter, like: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Copy every random state; the framework's tensors are never written in place and go by reference.
-
-    Returns: `like` itself if it is the same: a copy takes some 30 KB, and the log keeps one of each call.
-    """
+    """Copy every random state. Returns: `like` itself if it is the same, as the log keeps one (30 KB) of each call."""
+    # The framework's tensors are never written in place, and go by reference.
     states = {**rng.capture_host(), "framework": adapter.rng_states()}
     return like if like and rng.equal(states, like) else states
 

@@ -17,12 +17,12 @@ from typing import Any
 from ..errors import WHOLE_STEP, Unsupported
 from . import codec
 from .iterators import IteratorTable, RewindIterator
+from .patching import Function
 
 DEPTH = 2
 CALLS_MAX = 50_000  # between two cuts; a call costs some 5 KB without its inputs, which are kept too
 RECORDS_BYTES_MAX = 256 << 20  # between two cuts; whoever keeps a copy keeps those of three steps (mirror/records.py)
-RANDOM_STATES = "random states"
-"""Name of the record of the states after a call, kept only if the script itself drew from them before the next."""
+RANDOM_STATES = "random states"  # the record of those after a call, if the script itself drew from them before the next
 
 
 class CallKind(enum.Enum):
@@ -31,8 +31,7 @@ class CallKind(enum.Enum):
     PLAIN = "plain"
     FORWARD = "forward"  # runs the model; the first one of these is where start-up ends and training begins
     UPDATE = "update"  # the optimizer step: the shard changes inside it, and its return is the cut of a step
-    STEP = "step"
-    """Runs the model and updates it. Inside it the adapter hands the update itself over, as a call of kind `UPDATE`."""
+    STEP = "step"  # runs the model and updates it; inside it the adapter hands over the update, as a call of that kind
     FACT = "fact"
     """Asks what a spare would find otherwise (whether a file is there, parameters are alike), at any time: a spare is
     told what the rank itself was, plain data. `name` is the question."""
@@ -55,7 +54,7 @@ class Call:
         self,
         name: str,
         kind: CallKind,
-        function: Callable[..., Any],
+        function: Function,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> None:
@@ -95,8 +94,7 @@ class Call:
         return None
 
 
-CallHandler = Callable[[Call], Any]
-"""The runtime's function around every call; returns the value for the script."""
+CallHandler = Callable[[Call], Any]  # the runtime's function around every call; returns the value for the script
 
 
 @dataclass
@@ -154,8 +152,7 @@ class CallLog:
     def _keep(self, record: list[Any]) -> bool:
         encoded = codec.encode(record)
         self._bytes += len(encoded)  # nothing fits after one that did not: nobody may follow past it
-        fits = self._bytes <= RECORDS_BYTES_MAX
-        if fits:
+        if fits := self._bytes <= RECORDS_BYTES_MAX:
             self._records[self.step].append(encoded)
         return fits
 

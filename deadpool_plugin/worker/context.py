@@ -27,6 +27,7 @@ from .calls import RUNS_MODEL, Call, CallKind
 from .copies import Inputs
 from .iterators import POINTER, RewoundByItself
 from .link import AgentLink, give_up
+from .patching import Function
 from .resumable import Tapes
 
 STORES_KEPT = 3  # that on offer, of this generation and of the one before (each costs descriptors and a thread)
@@ -43,10 +44,7 @@ class Mode(Protocol):
 
 
 class Context:
-    """Created once per training process; `mode` changes as the process goes from start-up to training.
-
-    It is the runtime of the process's groups, and carries out the orders that the link passes on at once.
-    """
+    """The runtime of a process's groups; it carries out its agent's orders. `mode` goes from start-up to training."""
 
     mode: Mode
     installed: ClassVar[Context | None] = None  # for functions under `@deadpool_plugin.step`
@@ -92,7 +90,7 @@ class Context:
             self._adapter = adapter
         return self.mode.call(call)
 
-    def step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function under `@deadpool_plugin.step`. Raises: Unsupported if there is nothing yet to train."""
         adapter = next((adapter for adapter in self._adapters if adapter.is_used()), None)
         if adapter is None:
@@ -102,6 +100,12 @@ class Context:
                 "build it before the first step",
             )
         return self._call(adapter, WholeStep(adapter, function, args, kwargs))
+
+    def finish(self) -> int:
+        """Serve swaps until every rank's script is done with its groups, as this one is. Returns the exit code."""
+        if self._exit_code is None:  # else `destroy_process_group` came before the end of the script
+            self._exit_code = self.mode.finish()
+        return self._exit_code
 
     # ---- the runtime of the groups
 
@@ -124,27 +128,18 @@ class Context:
 
     give_up = staticmethod(give_up)
 
-    # ---- orders of the agent
+    # ---- orders of the agent, on the link's thread
 
     def abort(self, generation: int) -> None:
-        """Thread: the link's."""
         self.groups.interrupt(generation)
         self.saves.abort(generation)
 
     def offer_store(self) -> None:
-        """Host a fresh store for the next group build. Thread: main at the first call; the link's for later ones."""
+        """Host a fresh store for the next group build. Thread: the main one at its start and first call, too."""
         if self._offers_stores:
             server, address = host_store()
             self._stores = [*self._stores, server][-STORES_KEPT:]  # somebody's groups may still talk to the older ones
             self.link.send(local.StoreOffer(address))
-
-    # ---- the end
-
-    def finish(self) -> int:
-        """Serve swaps until every rank's script is done with its groups, as this one is. Returns the exit code."""
-        if self._exit_code is None:  # else `destroy_process_group` came before the end of the script
-            self._exit_code = self.mode.finish()
-        return self._exit_code
 
 
 def available(adapters: Sequence[Adapter]) -> list[Adapter]:
@@ -163,15 +158,9 @@ def available(adapters: Sequence[Adapter]) -> list[Adapter]:
 
 
 class WholeStep(Call):
-    """A script's own step function under `@deadpool_plugin.step`, as one call: kept, redone and followed as a whole.
+    """A script's own step function under `@deadpool_plugin.step`, as one call: kept, redone and followed as a whole."""
 
-    What the framework is asked inside it is no call of its own, but for the update, which waits for the snapshot before
-    it. Followers are told what it returned, and of the framework what a script can see.
-    """
-
-    def __init__(
-        self, adapter: Adapter, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, adapter: Adapter, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__(f"step {function.__qualname__}", CallKind.STEP, function)
         self._adapter, self._inputs = adapter, Inputs(args, kwargs, self.name)
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -191,7 +180,7 @@ class WholeStep(Call):
 
     def __call__(self) -> Any:
         args, kwargs = self._inputs.take()
-        with self._adapter.inside_step():
+        with self._adapter.inside_step():  # what the framework is asked in it is no call, but for the update
             return self.function(*args, **kwargs)
 
     def check(self) -> None:

@@ -43,11 +43,9 @@ class Follow:
 
     inside = False
 
-    def __init__(
-        self, context: Context, rank: int, layout_digest: str, mute: Mute, files: FileView | None = None
-    ) -> None:
-        self._context, self._rank, self._expected_digest, self._mute = context, rank, layout_digest, mute
-        self._files = files
+    def __init__(self, context: Context, rank: int, layout_digest: str, mute: Mute, files: FileView) -> None:
+        self._context, self._rank, self._expected_digest = context, rank, layout_digest
+        self._mute, self._files = mute, files
         self._layout: Layout | None = None  # known from the first forward on
         # Records of whole steps as they came (all of a long job would not fit into memory); those of the one under way.
         self._segments: deque[bytes] = deque()
@@ -113,7 +111,7 @@ class Follow:
         try:
             yield
         except Divergence as error:
-            if self._files is None or not self._files.gone or self._context.mode is not self:
+            if not self._files.gone or self._context.mode is not self:
                 raise
             gone = ", ".join(self._files.gone)
             raise Divergence(f"{error.found}, after it missed {gone}, deleted since", error.expected, _KEEP) from error
@@ -205,9 +203,8 @@ class Follow:
             )
         context.link.send(local.Rehearsed(self._rank, time.monotonic() - self._began))
         context.on_built()
-        if self._files is not None:
-            context.saves.folders.made = self._files.own
-            self._files.lift()  # before what follows wraps `open`
+        context.saves.folders.made = self._files.own
+        self._files.lift()  # before what follows wraps `open`
         self._mute.keep_files()
 
     @torch.inference_mode(False)  # the script may be in it now, as in a swap
@@ -224,7 +221,7 @@ class Follow:
                     self._compare(mine, pulled[2], step, name)
         layout = present(self._layout, "a take-over before the first forward")
         slots = SlotPair.attach(descriptor, self._rank, order.header_bytes, order.payload_bytes)
-        self._context.mode = live = Live(self._context, self._rank, layout, slots, step=order.restore_step)
+        self._context.mode = live = Live(self._context, layout, slots, step=order.restore_step)
         self._mute.release_files()
         self._context.saves.folders.take_over()
         live.take_over(order)

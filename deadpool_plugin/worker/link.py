@@ -18,7 +18,6 @@ from typing import NoReturn, Protocol
 
 from ..comm.generations import Generations
 from ..core import local
-from ..core.local import LocalMessage
 from ..errors import EXIT_FENCED, EXIT_OK, present
 from ..transport.framing import ConnectionClosed
 from ..transport.unix import LocalConnection
@@ -48,7 +47,7 @@ class AgentLink:
     def __init__(self, connection: LocalConnection, generations: Generations) -> None:
         self._connection, self._generations = connection, generations
         self._changed = generations.changed  # one condition: the main thread also waits for the next generation
-        self._inbox: deque[tuple[LocalMessage, list[int]]] = deque()
+        self._inbox: deque[tuple[local.LocalMessage, list[int]]] = deque()
         self._join: local.Join | None = None
         self._end_code: int | None = None
         self.committed = -1  # the newest step known to be so, -1 before the first
@@ -57,7 +56,7 @@ class AgentLink:
         """Begin reading (the process has a second thread from here on: no fork afterwards)."""
         threading.Thread(target=self._read, args=(orders,), name="deadpool-link", daemon=True).start()
 
-    def send(self, message: LocalMessage) -> None:
+    def send(self, message: local.LocalMessage) -> None:
         self._connection.send(message)
 
     def event(self, kind: str, **fields: object) -> None:
@@ -81,7 +80,7 @@ class AgentLink:
             traceback.print_exc()
             give_up(f"it could not carry out its agent's order: {error}")
 
-    def _note(self, message: LocalMessage, descriptors: list[int]) -> None:
+    def _note(self, message: local.LocalMessage, descriptors: list[int]) -> None:
         with self._changed:
             match message:
                 case local.Committed(step):
@@ -97,7 +96,7 @@ class AgentLink:
 
     # ---- main thread
 
-    def receive(self, *kinds: type[LocalMessage]) -> tuple[LocalMessage, list[int]]:
+    def receive(self, *kinds: type[local.LocalMessage]) -> tuple[local.LocalMessage, list[int]]:
         """Return the oldest message of one of `kinds`; blocks until there is one."""
         with self._changed:
             found = self._changed.wait_for(lambda: [item for item in self._inbox if isinstance(item[0], kinds)])

@@ -36,11 +36,11 @@ PROGRESS_EVERY_S = 1.0  # shortest time between two messages of progress; `stall
 class Live:
     """One rank's life between its first forward and its end."""
 
-    def __init__(self, context: Context, rank: int, layout: Layout, slots: SlotPair, step: int) -> None:
-        self._context, self._rank, self._layout, self._slots = context, rank, layout, slots
+    def __init__(self, context: Context, layout: Layout, slots: SlotPair, step: int) -> None:
+        self._context, self._layout, self._slots, self._rank = context, layout, slots, slots.rank
         self._link, self._groups, self._adapter = context.link, context.groups, context.adapter
         self._groups.calls_area = slots.calls
-        self._stager = Stager(rank, layout, self._adapter.state.changing, slots, context.link)
+        self._stager = Stager(layout, self._adapter.state.changing, slots, context.link)
         self._log = CallLog(step)
         self.inside = False  # a call is being executed,
         self._updated = False  # and it has made an update
@@ -52,7 +52,8 @@ class Live:
         self._versions_at_cut: int | None = None  # of the shard, until the next call or collective
         self._has_noted_edit = self._cannot_be_followed = False
         self._progress_at = 0.0
-        self._restored = -1  # the step that the newest swap went back to
+        self._restored = -1  # the step that the newest swap went back to,
+        self._restored_data: Sequence[bytes | None] = ()  # and the states of its data
         self._swap_began: float | None = None
 
     # ---- what the script asks for
@@ -253,8 +254,7 @@ class Live:
         self._log.prune(step)
         flush()
         # The agent may have gone on to the next generation before it hears of this step.
-        generation = self._groups.generation
-        self._link.event("StepDone", generation=generation, rank=self._rank, step=step, loss=self._loss)
+        self._link.event("StepDone", generation=self._groups.generation, rank=self._rank, step=step, loss=self._loss)
         self._report_first_step(step)
         self._versions_at_cut = self._layout.versions()
 
@@ -311,7 +311,7 @@ class Live:
         except GenerationChanged as change:
             forget(change)
             self._swap()
-        self._context.tapes.load(self._stager.state_of(self._restored)["data"])
+        self._context.tapes.load(self._restored_data)
         self._at_exit = capture_rng(self._adapter)
 
     def _enter(self, order: local.Join | local.TakeOver) -> None:
@@ -330,7 +330,7 @@ class Live:
             self._adapter.state.load(state["scalars"])
             self._adapter.state.after_restore()
         restore_rng(self._adapter, state["rng"])
-        self._restored = step
+        self._restored, self._restored_data = step, state["data"]
         now = time.monotonic()
         self._link.event("StateRestored", rank=self._rank, step=step, duration_s=now - restoring)
         self._link.event("WorkerResumed", rank=self._rank, step=step, duration_s=now - began)

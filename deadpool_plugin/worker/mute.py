@@ -17,12 +17,11 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..transport import linux
-from .patching import PatchSet
+from .patching import Function, PatchSet
 from .trackers import Trackers
 
 RELEASED, STARTS, LOOPS = range(3)  # stages of a rehearsal: it may change any file; all but logs; none
@@ -108,7 +107,7 @@ class Mute:
 
     # ---- functions in the place of Python's, which a script may hold on to: each asks for the stage at each call
 
-    def _open(self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    def _open(self, original: Function, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         writes = any(letter in mode for letter in "wax+") and isinstance(file, (str, bytes, os.PathLike))
         opener = kwargs.get("opener", args[5] if len(args) > 5 else None)  # the sixth behind the mode
         if writes and opener is None:
@@ -119,7 +118,7 @@ class Mute:
                     return opened
         return original(file, mode, *args, **kwargs)
 
-    def _change(self, original: Callable[..., Any], *args: Any, in_caches: bool = False, **kwargs: Any) -> Any:
+    def _change(self, original: Function, *args: Any, in_caches: bool = False, **kwargs: Any) -> Any:
         path = args[0] if args else next(iter(kwargs.values()))
         return None if self._is_kept(path, in_caches) else original(*args, **kwargs)
 

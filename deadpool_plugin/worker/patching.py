@@ -88,7 +88,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None and not _is_folder(spec):
 
-            def exec_module(execute: Callable[..., None], module: ModuleType) -> None:
+            def exec_module(execute: Function, module: ModuleType) -> None:
                 execute(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)

@@ -96,7 +96,5 @@ def restore_switches(values: list[Any]) -> None:
 
 
 def _read(read: Callable[[], Any]) -> Any:
-    try:
+    with contextlib.suppress(RuntimeError, AttributeError):
         return read()
-    except (RuntimeError, AttributeError):
-        return None

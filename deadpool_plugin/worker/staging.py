@@ -1,8 +1,8 @@
 """From live tensors to a slot of the node's arena, behind the training step's back.
 
-Rules of this file: one thread copies; the shard does not change between the cut of a step and the next update,
-and the next update waits for the copy (never for the network). The gate: the slot of step s - 2 is reused for s
-only once s - 1 is committed. The header is written last, so a slot is either whole or absent.
+Rules of this file: one thread copies; the shard does not change between the cut of a step and the next update, and the
+next update waits for the copy (never for the network). The gate: the slot of step s - 2 is reused for s only once s - 1
+is committed.
 """
 
 from __future__ import annotations
@@ -69,12 +69,11 @@ class Layout:
 class Stager:
     """Stages one step at a time on a thread of its own. All methods are the main thread's."""
 
-    def __init__(
-        self, rank: int, layout: Layout, changing: Sequence[torch.Tensor], slots: SlotPair, link: AgentLink
-    ) -> None:
-        self._rank, self._layout, self._slots, self._link = rank, layout, slots, link
+    def __init__(self, layout: Layout, changing: Sequence[torch.Tensor], slots: SlotPair, link: AgentLink) -> None:
+        self._layout, self._slots, self._link = layout, slots, link
         self._views = [layout.views(slots.payload(step)) for step in (0, 1)]
-        self._changing = {id(tensor): torch.empty_like(tensor) for tensor in changing}
+        own = {id(tensor): torch.empty_like(tensor) for tensor in changing}
+        self._sources = [own.get(id(tensor), tensor) for tensor in layout.tensors]
         self._cancel, self._staged = threading.Event(), Future[None]()
         self._staged.set_result(None)
         self._waited_at, self._slow_steps = time.monotonic(), 0
@@ -90,9 +89,9 @@ class Stager:
     def stage(self, step: int, generation: int, scalars: bytes, records: bytes, paired: int = 0) -> None:
         """Copy the shard as it is now into the slot of `step` once the gate is open. `paired`: see `SnapshotHeader`."""
         self._layout.check()
-        for tensor in self._layout.tensors:
-            if id(tensor) in self._changing:
-                self._changing[id(tensor)].copy_(tensor)
+        for tensor, source in zip(self._layout.tensors, self._sources, strict=True):
+            if source is not tensor:
+                source.copy_(tensor)
         if self._side_stream is not None:
             self._side_stream.wait_stream(torch.cuda.current_stream())
         is_cancelled = self._cancel.is_set
@@ -101,7 +100,7 @@ class Stager:
             if step < 2 or self._link.wait_for_commit(step - 1, is_cancelled):
                 self._copy(step)
                 self._slots.seal(step, generation, self._layout.digest, scalars, paired)
-                self._link.send(local.Staged(self._rank, step, generation, records))
+                self._link.send(local.Staged(self._slots.rank, step, generation, records))
 
         self._staged = self._thread.submit(write)
         self._staged.add_done_callback(lambda _: self._link.wake())
@@ -130,28 +129,22 @@ class Stager:
         self._link.wait_until(self._staged.done, interruptible=False)
         self._staged.result()
 
-    def state_of(self, step: int) -> Any:
-        """All of the snapshot of `step` but its shard."""
-        lacking = f"rank {self._rank} was told to restore step {step}, which its arena lacks"
-        header = present(self._slots.open(step), lacking)
-        invariant(header.layout_hash == self._layout.digest, "the snapshot was laid out for another rank or model")
-        return codec.decode(header.scalars)
-
     def load(self, step: int) -> Any:
         """Put the shard of the snapshot of `step` back into the live tensors; returns the rest of it."""
         if self._slots.open(step + 1) is not None:
             self._slots.invalidate(step + 1)
-        state = self.state_of(step)
+        lacking = f"rank {self._slots.rank} was told to restore step {step}, which its arena lacks"
+        header = present(self._slots.open(step), lacking)
+        invariant(header.layout_hash == self._layout.digest, "the snapshot was laid out for another rank or model")
         self._layout.load(self._slots.payload(step))
-        return state
+        return codec.decode(header.scalars)
 
     @torch.no_grad()
     def _copy(self, step: int) -> None:
         self._slots.invalidate(step)
-        sources = [self._changing.get(id(tensor), tensor) for tensor in self._layout.tensors]
         stream = self._side_stream
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            for tensor, view in zip(sources, self._views[step % 2], strict=True):
+            for tensor, view in zip(self._sources, self._views[step % 2], strict=True):
                 view.copy_(tensor, non_blocking=stream is not None)
         if stream is not None:
             stream.synchronize()

@@ -119,7 +119,7 @@ class Starting:
         context.link.send(local.RankReady(self._rank, *sizes, layout.digest, replicas, recording))
         _, (descriptor,) = context.link.receive(local.ArenaHandOver)
         slots = SlotPair.attach(descriptor, self._rank, *sizes)
-        context.mode = live = Live(context, self._rank, layout, slots, step=0)
+        context.mode = live = Live(context, layout, slots, step=0)
         live.stage(0)
         context.offer_store()
         context.on_built()

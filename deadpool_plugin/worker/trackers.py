@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .patching import PatchSet, when_imported
+from .patching import Function, PatchSet, when_imported
 
 # A rank's last step is looked for in so many newest event files, last records of each, and bytes at a CSV file's end.
 FILES_MAX, RECORDS_MAX, LINES_BYTES_MAX = 8, 4096, 65536
@@ -33,8 +33,8 @@ class Trackers:
     def __init__(self) -> None:
         self._rehearsing = True
         self._wrap = PatchSet().wrap
+        # Event files and W&B runs that the script has made: the tracker's name, and what begins each.
         self._waiting: dict[Any, tuple[str, Callable[[], None]]] = {}
-        """Event files and W&B runs that the script has made: the tracker's name, and what begins each."""
         when_imported("tensorboard.summary.writer.event_file_writer", self.hold_event_files)
         when_imported("wandb", self.hold_runs)
         when_imported("deepspeed.monitor.csv_monitor", self.hold_csv_files)
@@ -56,7 +56,7 @@ class Trackers:
     def hold_event_files(self, tensorboard: ModuleType) -> None:
         """Hold what goes through tensorboard's EventFileWriter, as that of torch's SummaryWriter does."""
 
-        def init(original: Callable[..., Any], file: Any, logdir: str, *args: Any, **kwargs: Any) -> None:
+        def init(original: Function, file: Any, logdir: str, *args: Any, **kwargs: Any) -> Any:
             def begin() -> None:
                 written = Path(file.get_logdir()).glob("events.out.tfevents.*")
                 newest = sorted(written, key=lambda path: path.stat().st_mtime_ns)[-FILES_MAX:]
@@ -65,13 +65,12 @@ class Trackers:
                 del self._waiting[file]
                 original(file, logdir, *args, **kwargs)
 
-            if self._rehearsing:
-                file._logdir = logdir
-                self._waiting[file] = "TensorBoard", begin
-            else:
-                original(file, logdir, *args, **kwargs)
+            if not self._rehearsing:
+                return original(file, logdir, *args, **kwargs)
+            file._logdir = logdir
+            self._waiting[file] = "TensorBoard", begin
 
-        def add_event(original: Callable[..., Any], file: Any, event: Any) -> None:
+        def add_event(original: Function, file: Any, event: Any) -> None:
             values, of_the_rank = event.summary.value, getattr(file, "of_the_rank", ())
             known = [value for value in values if (value.tag, event.step) in of_the_rank]
             for value in known:
@@ -79,7 +78,7 @@ class Trackers:
             if file not in self._waiting and (values or not known):
                 original(file, event)
 
-        def flush_or_close(original: Callable[..., Any], file: Any) -> None:
+        def flush_or_close(original: Function, file: Any) -> None:
             if file not in self._waiting:
                 original(file)
             elif original.__name__ == "close":
@@ -90,7 +89,7 @@ class Trackers:
         self._wrap(flush_or_close, tensorboard.EventFileWriter, "flush", "close")
 
     def hold_runs(self, wandb: ModuleType) -> None:
-        def init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def init(original: Function, *args: Any, **kwargs: Any) -> Any:
             if not self._rehearsing:
                 return original(*args, **kwargs)
             run = Run(original(*args, **{**kwargs, "mode": "disabled"}))
@@ -109,7 +108,7 @@ class Trackers:
         """Hold csvMonitor's: a file for each name, a line for each value, a heading where it begins."""
         of_the_rank: dict[str, set[str]] = {}  # by file: the steps of its last lines
 
-        def write_events(original: Callable[..., Any], monitor: Any, events: Any) -> None:
+        def write_events(original: Function, monitor: Any, events: Any) -> None:
             if self._rehearsing:
                 return
             new = []

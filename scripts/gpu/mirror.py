@@ -89,7 +89,7 @@ class Mirror:
         self.layout, self.step = Layout(tensors), -1
         self.slots = SlotPair.create(0, HEADER_BYTES, self.layout.payload_bytes)
         self.link = CommittingLink()
-        self.stager = Stager(0, self.layout, [], self.slots, self.link)  # type: ignore[arg-type]
+        self.stager = Stager(self.layout, [], self.slots, self.link)  # type: ignore[arg-type]
 
     def begin(self) -> None:
         self.step += 1

@@ -73,7 +73,7 @@ def _live(address: str, next_address: str) -> Live:
     groups.stop_recording()
     layout = Layout([torch.ones(3)])
     slots = SlotPair.create(0, 4096, layout.payload_bytes)
-    context.mode = live = Live(context, 0, layout, slots, step=0)
+    context.mode = live = Live(context, layout, slots, step=0)
     groups.rebuild(1, next_address)
     return live
 

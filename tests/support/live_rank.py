@@ -43,7 +43,7 @@ class Rank(Live):
         saves = fake(step=0, under_way=contextlib.nullcontext)
         context = fake(link=link, adapter=adapter, groups=self.groups, tapes=Tapes(), saves=saves)
         layout = Layout([self.weights])
-        super().__init__(context, 3, layout, SlotPair.create(3, 4096, layout.payload_bytes), step)
+        super().__init__(context, layout, SlotPair.create(3, 4096, layout.payload_bytes), step)
         self._restored = step
 
     def _wait_until(self, done: Any) -> None:

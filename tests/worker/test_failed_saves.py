@@ -46,7 +46,7 @@ class Save(saving.SaveCall):
 def follower(rank: Rank) -> Follow:
     """One that has the records of `rank` since its last step."""
     context = fake(tapes=Tapes(), difference=None, adapter=rank._adapter, link=rank._link, groups=rank.groups)
-    one = Follow(context, 3, "", fake())
+    one = Follow(context, 3, "", fake(), fake(gone=()))
     one._layout = fake()
     one._segments.append(rank._log.records(rank._log.step))
     return one
@@ -207,7 +207,7 @@ def see(*args, **kwargs):
 def test_what_is_made_while_the_script_evaluates_can_be_trained(monkeypatch, moment):
     context = fake(tapes=Tapes(), difference=None, adapter=fake(attach=see), groups=fake(finish_rehearsal=list))
     monkeypatch.setattr(follow, "SlotPair", fake(attach=see))
-    following = Follow(context, 3, "", fake())
+    following = Follow(context, 3, "", fake(), fake(gone=()))
     with torch.inference_mode(), pytest.raises(Seen) as seen:
         if moment == "the first forward":
             Starting(context, 3, 4096)._become_live()

@@ -57,7 +57,7 @@ def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeyp
     link = fake(event=lambda kind, text: notes.append((kind, text)), send=sent.put, wake=lambda: None)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "zeros", launch)
-        stager = Stager(0, layout, [], slots, link)
+        stager = Stager(layout, [], slots, link)
     stager.stage(0, 0, b"", b"")
     assert isinstance(sent.get(), local.Staged)
     assert [view.tolist() for view in layout.views(slots.payload(0))] == [[1.0] * 3, [7.0] * 2]
@@ -72,7 +72,7 @@ def test_training_that_waits_for_mirroring_is_said_once_and_short_waits_are_not(
     monkeypatch.setattr(staging, "time", fake(monotonic=lambda: next(clock)))
     link = fake(event=lambda kind, text: said.append(text), wait_until=lambda done: None)
     layout = Layout([torch.ones(3)])
-    stager = Stager(0, layout, [], SlotPair.create(0, 4096, layout.payload_bytes), link)
+    stager = Stager(layout, [], SlotPair.create(0, 4096, layout.payload_bytes), link)
 
     def steps(number, computes_s, waits_s):
         nonlocal clock
