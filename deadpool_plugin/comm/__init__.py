@@ -1,5 +1,4 @@
 """Process groups that outlive their members: stable handles, recorded start-up collectives, interruptible waits.
 
-Rules of this package: imports torch, and of ours only errors, transport and core. What the rest uses is
-`groups`, `patches.install`, `collective`, `fabric` and `generations`.
+Rules of this package: imports torch, and of ours only errors, transport and core.
 """

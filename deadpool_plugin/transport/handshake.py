@@ -157,7 +157,11 @@ class Listener:
             try:
                 sock, _ = await loop.sock_accept(self._sock)
             except OSError as error:  # too many open files, or the peer gave up: neither ends the listener
-                self.cannot_accept(error)
+                if error.errno not in self._complained:
+                    self._complained.add(error.errno)
+                    said = "cannot accept a %s connection: %s; it is tried again and not said again"
+                    _log.warning(said, self._purpose, error)
+                self._end_oldest()
                 await asyncio.sleep(_RETRY_S)
                 continue
             tasks.start(self._welcome(sock))
@@ -188,14 +192,6 @@ class Listener:
             yield
         finally:
             self._unproven.pop(sock, None)
-
-    def cannot_accept(self, error: OSError) -> None:
-        """Say that `accept` has failed, once for each reason, and free what the oldest holds."""
-        if error.errno not in self._complained:
-            self._complained.add(error.errno)
-            what = self._purpose
-            _log.warning("cannot accept a %s connection: %s; it is tried again and not said again", what, error)
-        self._end_oldest()
 
     def _end_oldest(self) -> None:
         oldest = next(iter(self._unproven), None)

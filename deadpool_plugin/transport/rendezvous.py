@@ -55,15 +55,8 @@ def job_id(hellos: Sequence[Hello]) -> str:
     return hashlib.sha256(msgspec.msgpack.encode([(one.node, one.nonce) for one in hellos])).hexdigest()[:16]
 
 
-class _Table(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    hellos: list[Hello]
-
-
-class _Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    reason: str
-
-
-AnyAnswer = _Table | _Failed
+Answer = list[Hello] | str
+"""The table, or why there is none."""
 
 
 async def meet(
@@ -104,10 +97,10 @@ class _Host:
         try:
             await self._all_met(timeout_s, listener.refused)
             table = [self._hellos[node] for node in sorted(self._hellos)]
-            await self._tell_all(_Table(table))
+            await self._tell_all(table)
             return table
         except TransportError as failure:
-            await self._tell_all(_Failed(str(failure)))
+            await self._tell_all(str(failure))
             raise
         finally:
             await tasks.end()
@@ -155,7 +148,7 @@ class _Host:
                     ) from error
             with contextlib.suppress(TransportError, OSError, EOFError):
                 async with asyncio.timeout(_RETRY_S * 5):
-                    await asked(self._address, self._credentials, PURPOSE, 0, self._hello, AnyAnswer)
+                    await asked(self._address, self._credentials, PURPOSE, 0, self._hello, Answer)
             await asyncio.sleep(_RETRY_S)
 
     def _missing(self) -> str:
@@ -175,7 +168,7 @@ class _Host:
                 self._changed.set()
                 raise ConnectionClosed(f"{address} is of a later launch")
             if hello.launch and ours and hello.launch < ours:
-                await put(sock, _Failed(f"{where} is of an earlier launch, and another one has begun"))
+                await put(sock, f"{where} is of an earlier launch, and another one has begun")
                 raise refusal(f"processes of an earlier launch still wait at {where}: they are told to end")
             if hello.node != peer or not 0 < peer < self._nodes_total:
                 raise refusal(f"refused {address}: it is node {hello.node}; expected 1..{self._nodes_total - 1}")
@@ -191,7 +184,7 @@ class _Host:
         self._socks[peer] = sock
         self._changed.set()
 
-    async def _tell_all(self, answer: _Table | _Failed) -> None:
+    async def _tell_all(self, answer: Answer) -> None:
         encoded = msgspec.Raw(msgspec.msgpack.encode(answer))
 
         async def tell(peer: NodeId, sock: socket.socket) -> None:
@@ -208,7 +201,7 @@ async def _join(master: Address, hello: Hello, credentials: Credentials) -> list
     say_at, said = loop_time() + SAY_AFTER_S, False
     while True:
         try:
-            answer: AnyAnswer = await asked(master, credentials, PURPOSE, hello.node, hello, AnyAnswer)
+            answer: Answer = await asked(master, credentials, PURPOSE, hello.node, hello, Answer)
         except (ConnectionClosed, OSError, EOFError) as error:  # node 0 is not there yet, or was started again
             if not said and loop_time() >= say_at:
                 said, hint = True, ""
@@ -219,6 +212,6 @@ async def _join(master: Address, hello: Hello, credentials: Credentials) -> list
                 _log.warning("node %d: node 0 at %s:%d does not answer yet (%s)%s", hello.node, *master, error, hint)
             await asyncio.sleep(_RETRY_S)
             continue
-        if isinstance(answer, _Failed):
-            raise TransportError(f"node 0 gave up: {answer.reason}")
-        return answer.hellos
+        if isinstance(answer, str):
+            raise TransportError(f"node 0 gave up: {answer}")
+        return answer

@@ -139,16 +139,15 @@ class LocalConnection:
         try:
             length = checked_length(self._recv_exact(LENGTH.size, fds), LOCAL_FRAME_BYTES_MAX)
             return _message(self._recv_exact(length, fds), fds)
+        except OSError as error:
+            raise ConnectionClosed(f"the local connection broke: {error}") from error
         finally:
             close_descriptors(fds)
 
     def _recv_exact(self, size: int, fds: list[int]) -> bytes:
         data = bytearray()
         while len(data) < size:
-            try:
-                piece = _receive(self._sock, min(size - len(data), _READ_BYTES), fds)
-            except OSError as error:
-                raise ConnectionClosed(f"the local connection broke: {error}") from error
+            piece = _receive(self._sock, min(size - len(data), _READ_BYTES), fds)
             if not piece:
                 raise ConnectionClosed("the other end of the local connection closed it")
             data += piece

@@ -808,7 +808,7 @@ def integers(kind: msgspec.inspect.Type, path: str, seen: set[type]) -> Iterator
     "kinds",
     [
         wire.AnyRequest, wire.AnyReply, messages.AnyMessage, local.AnyLocalMessage, rendezvous.Hello,
-        rendezvous.AnyAnswer, join_protocol.Question, join_protocol.Answer, SnapshotHeader,
+        rendezvous.Answer, join_protocol.Question, join_protocol.Answer, SnapshotHeader,
     ],
     ids=["request", "reply", "control", "local", "hello", "table", "question", "answer", "header"],
 )  # fmt: skip

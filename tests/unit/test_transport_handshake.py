@@ -18,6 +18,7 @@ from deadpool_plugin.transport.handshake import ANY_JOB, Credentials, Listener, 
 from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.rendezvous import Hello, meet
 from deadpool_plugin.transport.sockets import connected, listen_tcp
+from deadpool_plugin.transport.tasks import Tasks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -244,11 +245,28 @@ def test_who_has_proved_itself_is_not_ended_for_a_stranger(few: int, listener: L
             sock.close()
 
 
-def test_a_listener_without_descriptors_says_so_once(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_without_descriptors_says_so_once(
+    listener: Listener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = socket.socketpair()
-    with listener.unproven(ours):
+    monkeypatch.setattr(handshake, "_RETRY_S", 0.0)
+
+    async def scenario() -> None:
+        failed: asyncio.Queue[None] = asyncio.Queue()
+
+        async def fails(sock: socket.socket) -> None:
+            failed.put_nowait(None)
+            raise OSError(errno.EMFILE, "too many open files")
+
+        asyncio.get_running_loop().sock_accept = fails  # type: ignore[method-assign, assignment]
+        tasks = Tasks()
+        tasks.start(listener.serve(tasks))
         for _ in range(1000):
-            listener.cannot_accept(OSError(errno.EMFILE, "too many open files"))
+            await failed.get()
+        await tasks.end()
+
+    with listener.unproven(ours):
+        asyncio.run(scenario())
         assert len(caplog.records) == 1 and theirs.recv(1) == b"", "the oldest one gives its descriptor back"
     for sock in (ours, theirs):
         sock.close()
