@@ -113,8 +113,6 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-# ---- pairing
-
 _main = threading.main_thread()
 _dtypes = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 _reductions = {int(getattr(dist.ReduceOp.RedOpType, name.upper())): name for name in REDUCTIONS if name}

@@ -57,8 +57,7 @@ class GlooFabric(Fabric):
         self._store, self._rank, self.generations = store, int(os.environ["RANK"]), generations
         self._devices, self._listeners, self._loops = _create_devices()
         self._peers: dict[int, frozenset[Address]] = {}
-        self._unfinished: set[SwapWork] = set()
-        """Those that may write late: waited for in slices, and not done."""
+        self._unfinished: set[SwapWork] = set()  # waited for in slices, and not done: they may write late
         store.set(f"gloo/{self._rank}", ";".join(f"{host},{port}" for host, port in self._listeners))
 
     def build(self, handle: Handle, store: Store) -> Backend:
@@ -164,9 +163,6 @@ class GlooFabric(Fabric):
         # In an operation that never ends (gloo's race) torch's thread sleeps with such a lock in hand. The loop asks
         # for it again and again for as long as the process lives: after _TURNS_S it has done all it can.
         return all(_asleep(self._loops, _TURNS_S, stop) and _asleep(reducing, math.inf, stop) for _ in range(2))
-
-
-# ---- threads and sockets of gloo's
 
 
 def _asleep(threads: Iterable[str], turns_s: float, stop: Callable[[], bool]) -> bool:

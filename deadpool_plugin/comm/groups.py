@@ -63,8 +63,6 @@ class Groups(Runtime):
         self._flight_recorder = FlightRecorder(self.calls_area, 0, ())
         self._created: list[tuple[int, ...]] = []
 
-    # ---- start-up
-
     @property
     def generation(self) -> int:
         return self.generations.current
@@ -111,8 +109,6 @@ class Groups(Runtime):
             yield
         finally:
             self._recorder = recorder
-
-    # ---- swap
 
     def interrupt(self, generation: int) -> None:
         """Unblock the main thread, because `generation` begins; operations raise GenerationChanged until `rebuild`.
@@ -189,8 +185,6 @@ class Groups(Runtime):
         """Sum up this rank's collectives since the newest swap at the cut of `step`; 0 before the first swap."""
         return self._flight_recorder.cut(step)
 
-    # ---- operations
-
     def issue(self, handle: Handle, operation: Operation) -> HandleWork:
         """Issue `operation` on what is behind `handle` now. Raises: GenerationChanged; in a rehearsal Divergence."""
         if self._replay is not None:
@@ -210,8 +204,6 @@ class Groups(Runtime):
         return work
 
     collective = issue
-
-    # ---- for patches
 
     def create(self, given: Any, request: tuple[dict[str, str], Any]) -> Handle:
         """Make a handle, connected or a stand-in. Blocks: when live, until its members do the same.
@@ -287,24 +279,19 @@ class Network:
         return group
 
 
-# ---- the store: whoever hosts it keeps it while groups of its generation may still talk to it
-
-
 def host_store(host: str | None = None) -> tuple[TCPStore, str]:
-    """Start a store in this process, which lives as long as its object. Returns: it, and its "host:port".
+    """Start a store in this process, to be kept while groups may still talk to it. Returns: it, and its "host:port".
 
-    Args:
-        host: the address others reach this process at; by default that of gloo's interface (GLOO_SOCKET_IFNAME), else
-            its agent's (DEADPOOL_ADDRESS), else what its name resolves to.
+    Args: host: where others reach this process; by default that of gloo's interface (GLOO_SOCKET_IFNAME), else its
+        agent's (DEADPOOL_ADDRESS), else what its name resolves to.
     """
     address = host or _own_address()
     with listening:
         listener = sockets.listening(_bound(address), 0)
     port = listener.getsockname()[1]
     server = TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=_ANSWER_LIMIT,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
+        address, port, is_master=True, wait_for_workers=False, timeout=_ANSWER_LIMIT, master_listen_fd=listener.detach()
+    )
     return server, f"{address}:{port}"
 
 

@@ -66,8 +66,7 @@ class Handle(dist.ProcessGroup):
         """The device that torch takes for operations that name none (ProcessGroup.hpp, barrier)."""
         self.inner: dist.ProcessGroup | None = None
         self.abandoned = False
-        self.sequence = 0
-        """Counts operations while start-up is recorded or replayed."""
+        self.sequence = 0  # counts operations while start-up is recorded or replayed
         self.calls: GroupRecord | None = None
         """The collectives that this rank has issued here since the newest swap."""
         self._parts: dict[int, list[Operation]] = {}

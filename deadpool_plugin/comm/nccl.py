@@ -80,8 +80,7 @@ class NcclFabric(Fabric):
         self._backends: list[Any] = []
         self._connected: set[tuple[Any, int | None]] = set()
         """Groups that have a communicator, and pairs in them that have one (the other member's rank)."""
-        self._issuing: set[int] = set()
-        """Threads that may be in the library just now."""
+        self._issuing: set[int] = set()  # threads that may be in the library just now
         self._over = False
 
     def build(self, handle: Handle, store: Store) -> Backend:

@@ -31,8 +31,7 @@ _CODE = struct.Struct("<Q")
 _NOW_AT = _NAME.size
 _CUTS_AT = _NOW_AT + _NOW.size
 _RING_AT = _CUTS_AT + 2 * _CUT.size
-_BEGIN = 1
-"""The digest of nothing."""
+_BEGIN = 1  # the digest of nothing
 _TRIES = 8
 
 

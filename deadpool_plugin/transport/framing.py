@@ -146,10 +146,7 @@ class FrameProtocol(asyncio.Protocol):
     """
 
     def __init__(
-        self,
-        on_frame: Callable[[bytes], None],
-        on_lost: Callable[[str], None],
-        on_made: Callable[[], None] = lambda: None,
+        self, on_frame: Callable[[bytes], None], on_lost: Callable[[str], None], on_made: Callable[[], None]
     ) -> None:
         self._on_frame, self._on_lost, self._on_made = on_frame, on_lost, on_made
         self._buffer = FrameBuffer(CONTROL_FRAME_BYTES_MAX)

@@ -123,10 +123,8 @@ class Listener:
     Anybody who reaches the port can open connections, and leave them open. So few may be without a proof at a time:
     one more ends the oldest. An honest peer that is ended so tries again. Thread: the event loop's only.
 
-    Args:
-        handle: gets each proven connection, its own from then on, and the peer's identity. A PeerRefused that it raises
-            is told, a TransportError, OSError or EOFError logged.
-        on_refused: gets each refused peer, once per host.
+    Args: handle: gets each proven connection, its own from then on, and the peer's identity; on_refused: gets each
+        refused peer, once per host.
     """
 
     def __init__(
@@ -147,8 +145,7 @@ class Listener:
         self._unproven_max = max(UNPROVEN_MIN, min(UNPROVEN_MAX, files // UNPROVEN_SHARE))
         self._unproven: dict[socket.socket, None] = {}
         self._complained: set[int | None] = set()
-        self.refused: dict[str, str] = {}
-        """Host -> what was said of it."""
+        self.refused: dict[str, str] = {}  # host -> what was said of it
 
     async def serve(self, tasks: Tasks) -> None:
         """Accepts connections for ever, each of which is one of `tasks`."""

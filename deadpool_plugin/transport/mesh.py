@@ -61,7 +61,6 @@ class ControlMesh:
         on_lost: called once when the link to a node has ended for good, unless the node said Goodbye, or was dropped
             by us, or the mesh is closed; of a node lost for its silence again whenever it has not answered since.
         silent_after_s: a peer whose kernel acknowledges nothing for so long is lost.
-        on_refused: gets each refused peer, once per host.
     """
 
     def __init__(
@@ -167,8 +166,6 @@ class ControlMesh:
 
     def _is_wanted(self, node: NodeId) -> bool:
         return not self._closing and node not in self._gone
-
-    # ---- one link
 
     async def _attach(self, sock: socket.socket, peer: NodeId) -> None:
         link = FrameProtocol(
@@ -385,7 +382,7 @@ class ControlMesh:
     # ---- messages and the end
 
     def send(self, node: NodeId, message: AnyMessage) -> None:
-        """Queues `message`; without a link it is dropped: that there is none was told. Blocks: never."""
+        """Queues `message`; without a link it is dropped. Blocks: never."""
         if node in self._channels and node not in self._gone:
             self._channels[node].send(msgspec.msgpack.encode(message))
 

@@ -86,8 +86,7 @@ class _Host:
         self._hellos: dict[NodeId, Hello] = {0: hello}
         self._socks: dict[NodeId, socket.socket] = {}
         self._changed = asyncio.Event()
-        self._superseded = ""
-        """The host of a later launch that has come here."""
+        self._superseded = ""  # by the host of a later launch that has come here
 
     async def wait(self, timeout_s: float) -> list[Hello]:
         """Wait for all, and hand out the table. Raises: TransportError, which the nodes that have come are told."""

@@ -36,7 +36,7 @@ def test_a_body_beyond_the_limit_is_not_sent() -> None:
 
 
 def test_nothing_is_sent_before_the_connection_is_made() -> None:
-    assert not FrameProtocol(lambda body: None, lambda reason: None).send(b"")
+    assert not FrameProtocol(lambda body: None, lambda reason: None, lambda: None).send(b"")
 
 
 def test_a_connection_that_the_peer_has_reset_is_closed_like_any_other() -> None:
@@ -44,7 +44,7 @@ def test_a_connection_that_the_peer_has_reset_is_closed_like_any_other() -> None
 
     async def close_what_was_reset() -> str:
         ended = asyncio.get_running_loop().create_future()
-        protocol = FrameProtocol(lambda body: None, ended.set_result)
+        protocol = FrameProtocol(lambda body: None, ended.set_result, lambda: None)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             sock = socket.create_connection(listener.getsockname())
             peer, _ = listener.accept()
@@ -69,7 +69,7 @@ def test_a_reset_while_the_last_words_are_sent_is_an_error_of_this_connection_on
         loop = asyncio.get_running_loop()
         ended, unhandled = loop.create_future(), list[str]()
         loop.set_exception_handler(lambda _, context: unhandled.append(str(context)))
-        protocol = FrameProtocol(lambda body: None, ended.set_result)
+        protocol = FrameProtocol(lambda body: None, ended.set_result, lambda: None)
         body = bytes(8 << 20)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             sock = ResetAfterTheLastWord(socket.AF_INET, socket.SOCK_STREAM)
