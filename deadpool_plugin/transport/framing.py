@@ -49,10 +49,8 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes | bytearray, where:
     try:
         return decoder.decode(body)
     except msgspec.MsgspecError as error:
-        what = (
-            f"{where}{_named(error, body, decoder.type) or f'a message of {len(body)} bytes'} cannot be read: {error}"
-        )
-        raise CorruptFrame(what, remedy="use one version on all hosts") from error
+        found = f"{where}{_named(error, body, decoder.type)} cannot be read: {error}"
+        raise CorruptFrame(found, remedy="use one version on all hosts") from error
 
 
 def _named(error: msgspec.MsgspecError, body: bytes | bytearray, kinds: Any) -> str:
@@ -62,7 +60,7 @@ def _named(error: msgspec.MsgspecError, body: bytes | bytearray, kinds: Any) -> 
                 tag = kind.__struct_config__.tag
                 if tag in (None, msgspec.msgpack.decode(body)[0]):
                     return f"{kind.__name__}.{kind.__struct_fields__[int(place[1]) - (tag is not None)]}"
-    return ""
+    return f"a message of {len(body)} bytes"
 
 
 def check_size(body_bytes: int, limit_bytes: int) -> None:
