@@ -247,11 +247,11 @@ def sweep(tag: str) -> int:
     return len(kill_all(lambda: tagged(tag)))
 
 
-def kill_all(look: Callable[[], Iterable[int]]) -> set[int]:
-    """SIGKILL every process that `look` finds, until it finds no other one (they may fork); return their pids."""
+def kill_all(find: Callable[[], Iterable[int]]) -> set[int]:
+    """SIGKILL every process that `find` finds, until it finds no other one (they may fork); return their pids."""
     killed: set[int] = set()
     for _ in range(ROUNDS_MAX):
-        found = set(look()) - killed
+        found = set(find()) - killed
         if not found:
             break
         _signal(found, signal.SIGKILL)
