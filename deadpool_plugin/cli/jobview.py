@@ -20,7 +20,7 @@ from .. import events
 from ..agent.reports import named, sentence
 from ..core.placement import rehearsals
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
-from ..launch.fate import TELLING, Fate
+from ..launch.fate import Fate
 
 SILENT_S = 5 * events.ALIVE_S
 """A job that has not ended says so, whatever it does or waits for: without a word for so long it is gone."""
@@ -287,7 +287,7 @@ class JobView:
                 for swap in self._swaps_of(event):
                     swap.first_step_s = max(swap.first_step_s or 0.0, event.duration_s)
         self.fate.add(event)
-        if isinstance(event, TELLING):
+        if isinstance(event, events.FATE):
             self.exit_code, self.outcome, _ = self.fate.ended() or (0, "", ())
 
     def _step_done(self, event: events.StepDone, node: Node) -> None:

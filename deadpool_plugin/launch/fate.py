@@ -17,12 +17,6 @@ FAILED = 1
 UNREACHABLE = "no host can be reached any more, the job may still run: ask `deadpool outcome OUTPUT_DIR`"
 UNREAD = "every host that writes to this folder has left the job, which may still run on others: run this there"
 
-TELLING = (
-    events.NodeJoined, events.WorldFormed, events.NodeLost, events.SwapPlanned, events.NodeFenced,
-    events.WaitingForHost, events.NodeEnded, events.JobFinished, events.JobStopped,
-)  # fmt: skip
-"""The kinds of events that say whether a job has ended, and how."""
-
 
 class Outcome(NamedTuple):
     """`lost`: hosts, as in the hostfile, or as they called themselves if they joined later."""
