@@ -39,7 +39,7 @@ def is_rehearsal() -> bool:
 
 
 def step(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
-    """Decorator of a script's own training iteration, for loops that cannot be redone call by call.
+    """Decorate a script's own training iteration, for loops that cannot be redone call by call.
 
         @deadpool_plugin.step
         def train_step(batch):

@@ -177,14 +177,14 @@ class Config(BaseModel):
         return os.path.abspath(self.secret_path) if "secret_file" in self.model_fields_set else str(self.secret_file)
 
     def told(self) -> str:
-        """The same as a file for another host of the job: the fields that are set."""
+        """Write the fields that are set as a file for another host of the job."""
         fields = self.model_dump(mode="json", exclude_unset=True)
         if "secret_file" in fields:
             fields["secret_file"] = self.told_secret_file
         return str(yaml.safe_dump(fields))
 
     def digest(self) -> str:
-        """Equal on all nodes of a job: covers what nodes must agree on, not paths, addresses or local limits."""
+        """Hash what all nodes of a job must agree on: not paths, addresses or local limits."""
         shared = self.model_dump(mode="json", exclude=set(OF_A_HOST))
         return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -193,7 +193,7 @@ class Config(BaseModel):
     @field_validator("output_dir", "witness", "secret_file")
     @classmethod
     def _expanded(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        """`~`, `$NAME` and `${NAME}` are what a shell would make of them; what is not set is refused by name."""
+        """Expand `~`, `$NAME` and `${NAME}` as a shell would; refuse by name what is not set."""
         if path is None:
             return None
         named = {plain or braced for plain, braced in _VARIABLE.findall(str(path))}
@@ -251,7 +251,7 @@ class Config(BaseModel):
 
 
 def explained() -> str:
-    """A file of all fields with their defaults, each below what it means, as in its docstring."""
+    """Write a file of all fields with their defaults, each below what it means, as in its docstring."""
     said = [
         "# Every field with its default and what it means. One that is left out has that; an unknown one is refused.",
         f"# All hosts of a job must agree, but for {', '.join(OF_A_HOST)}.",
@@ -264,7 +264,7 @@ def explained() -> str:
 
 
 def load(path: str | Path | None) -> Config:
-    """The configuration in `path` (YAML); the defaults for None or an empty file.
+    """Load the configuration in `path` (YAML); the defaults for None or an empty file.
 
     Raises: ConfigError naming file and field.
     """
@@ -307,7 +307,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def _describe(error: ValidationError) -> str:
-    """pydantic's findings as one line, each with its field, the value found and the nearest known name."""
+    """Describe pydantic's findings in one line, each with its field, the value found and the nearest known name."""
     findings: dict[str, str] = {}
     for item in error.errors():
         name, message = str(item["loc"][0]), item["msg"].removeprefix("Value error, ")

@@ -109,7 +109,7 @@ class GenerationChanged(BaseException):  # `except Exception` in user code canno
 
 
 def shell_code(exit_code: int) -> int:
-    """A child's exit code as a shell says it: 128 + N, not -N, if signal N has ended it."""
+    """Return a child's exit code as a shell says it: 128 + N, not -N, if signal N has ended it."""
     return exit_code if exit_code >= 0 else 128 - exit_code
 
 
@@ -129,6 +129,6 @@ def invariant(condition: object, message: str) -> None:
 
 
 def present(value: T | None, message: str) -> T:
-    """`value`, which is never None here. Raises: InvariantViolated."""
+    """Return `value`, which is never None here. Raises: InvariantViolated."""
     invariant(value is not None, message)
     return cast(T, value)

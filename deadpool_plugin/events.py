@@ -167,7 +167,7 @@ decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.va
 
 
 def make(kind: str, fields: dict[str, object], *, node: int, generation: int) -> Event:
-    """The event `kind` with `fields`; fields are checked, `time`, `node` and `generation` are filled in unless given.
+    """Make the event `kind` of `fields`, which are checked; `time`, `node` and `generation` are filled in unless given.
 
     Raises: InvariantViolated for an unknown kind; msgspec.ValidationError for wrong fields.
     """
@@ -177,7 +177,7 @@ def make(kind: str, fields: dict[str, object], *, node: int, generation: int) ->
 
 
 def stamped(event: E, *, node: int, generation: int) -> E:
-    """`event` with the time of now, the node and the generation it is of."""
+    """Return `event` with the time of now, the node and the generation it is of."""
     return msgspec.structs.replace(event, time=time.time(), node=node, generation=generation)
 
 
