@@ -63,7 +63,8 @@ class GlooFabric(Fabric):
     def build(self, handle: Handle, store: Store) -> Backend:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
         options._devices, options._timeout = self._devices, handle.timeout
-        options.global_ranks_in_group, options.group_name = list(handle.ranks), handle.key
+        if hasattr(options, "global_ranks_in_group"):
+            options.global_ranks_in_group, options.group_name = list(handle.ranks), handle.key
         size = handle.size()
         backend = ProcessGroupGloo(store if size > 1 else HashStore(), handle.rank(), size, options)
         backend._set_sequence_number_for_group()
