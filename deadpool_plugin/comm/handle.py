@@ -58,6 +58,7 @@ class Handle(dist.ProcessGroup):
         super().__init__(given.group_rank, len(self.ranks))  # type: ignore[call-arg]  # what torch's own groups call
         self._runtime, self._rank = runtime, int(given.group_rank)
         self.group_name = str(given.group_id)
+        self._set_group_desc("undefined")
         self.index, self.key, self.backends, self.options = index, key, backends, options
         self.timeout: timedelta = given.timeout
         names = set(backends.values())
