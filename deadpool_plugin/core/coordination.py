@@ -18,9 +18,7 @@ from .placement import rehearsals
 from .processes import AGAIN_WITHIN_STEPS
 from .types import NO_STEP, NodeId, Rank, Step, World, listed
 
-BEATS_MAX = 4
-"""Per heartbeat interval. With one, a Status about a step would put off the next beat by up to an interval, and what
-members are certain of would lag as much more."""
+BEATS_MAX = 4  # per heartbeat interval: with one, a Status about a step would put off the next beat and what is certain
 STALLS_MAX = 3  # which end the job, each at most AGAIN_WITHIN_STEPS after the one before
 
 

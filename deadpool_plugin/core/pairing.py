@@ -25,9 +25,7 @@ from .messages import Calls, Compare, GroupCalls, RankCalls, Replace
 from .processes import Processes
 from .types import MASK, NEVER, Generation, NodeId, Rank, SwapPlan, listed
 
-FACTOR = 0x9E3779B97F4A7C15
-"""A collective makes `digest * FACTOR + code` of a digest (transport/flight_recorder.py). It is odd, so that the newest
-collective can be taken off again."""
+FACTOR = 0x9E3779B97F4A7C15  # odd, so that the newest collective can be taken off a digest again
 _INVERSE = pow(FACTOR, -1, 1 << 64)
 
 OPERATIONS = (
