@@ -88,7 +88,7 @@ def secret_files(config: Config, path: str) -> tuple[str, ...]:
 
 
 def _secret_beside(config: str) -> Path | None:
-    beside = Path(config).with_name(SECRET)
+    beside = Path(config).parent / SECRET
     return beside if job_of(config) and beside.exists() else None
 
 

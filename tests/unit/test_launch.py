@@ -185,6 +185,11 @@ def test_a_host_that_makes_a_secret_of_its_own_says_so_once(tmp_path, monkeypatc
     assert secret_of(Config(), "d.yaml") == made and not capsys.readouterr().out
 
 
+def test_a_job_without_a_configuration_has_the_default_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert secret_of(Config(), "") == ensure_secret(Config())
+
+
 def test_a_home_without_room_for_the_secret_is_said(tmp_path, monkeypatch):
     (tmp_path / ".deadpool").touch()
     monkeypatch.setenv("HOME", str(tmp_path))
