@@ -7,6 +7,7 @@ error's exit code.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import signal
@@ -126,7 +127,7 @@ def _stop(args: argparse.Namespace) -> int:
     remedy = "nothing, if that is the one; one that is only starting is ended where it was launched"
     with _place(args, remedy) as wish:
         job = find(wish)
-    silent = stop(job)
+    silent = asyncio.run(stop(job))
     unheard = f"; no answer came from {', '.join(silent)}" if silent else ""
     say(f"the job has ended; its last processes may need some seconds more{unheard}")
     return EXIT_OK

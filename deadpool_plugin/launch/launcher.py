@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import shlex
 import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..agent.links import versions
 from ..agent.world import check_hosts, check_slots, deepspeed_env, spare_nodes
@@ -33,7 +34,7 @@ from .argv import doubts, missing_configs
 from .fate import FAILED, Fate, Outcome
 from .request import Request, understood
 from .running_job import check_unused
-from .steward import Alive, Prepare, Ready, Running, Said, Stop, Tell, Told, Word, decode, encode
+from .steward import Order, Prepare, Ready, Running, Told, Word, decode, encode
 
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 LAST_WORD_S = 10.0
@@ -43,8 +44,7 @@ STANDING_STILL = 6
 """A host that says nothing for so many times `silent_after_s` stands still, although its sshd answers. What a script
 does after the training is ended there, so that a short pause of the host must not count."""
 CONNECT_S = 15
-READY_S = 120.0
-"""For imports from a file system that all hosts read at once, too."""
+READY_S = 120.0  # for imports from a file system that all hosts read at once, too
 COMPLAINT_LINES = 3
 CLOSE_S = 5.0
 LINE_BYTES_MAX = 64 << 20
@@ -59,8 +59,8 @@ def launch(words: Sequence[str]) -> int:
         check_slots(request.slots)
         hosts = len(request.slots) or len(request.hosts) or 1
         check_hosts(hosts, config.spares, config.copies)
-        job_files.ensure_secret(config)
-        check_unused(config)
+        secret = job_files.ensure_secret(config)
+        check_unused(config, secret)
         for doubt in doubts(request.command):
             say(doubt)
         spares = config.spares if isinstance(config.spares, int) else len(config.spares)
@@ -74,7 +74,7 @@ def launch(words: Sequence[str]) -> int:
                 found = f"{os.uname().nodename} has no `{name}`"
                 raise ConfigError(found, f"{name}, by which deepspeed starts jobs", f"install {name} there")
         allow_many_files()  # some for every host, here and in pdsh
-        return asyncio.run(Launcher(request, config).run())
+        return asyncio.run(Launcher(request, config, secret).run())
     except KeyboardInterrupt:
         say("interrupted before anything was started")
         return 128 + signal.SIGINT
@@ -83,16 +83,16 @@ def launch(words: Sequence[str]) -> int:
 class Launcher:
     """One job, from the stewards' start to its last line."""
 
-    def __init__(self, request: Request, config: Config) -> None:
-        self._request, self._config, self._job = request, config, job_files.new_job()
+    def __init__(self, request: Request, config: Config, secret: bytes) -> None:
+        self._request, self._config, self._secret, self._job = request, config, secret, job_files.new_job()
         self._tag = f"launch.{self._job}."
         self._stewards = [Connection(host, node) for node, host in enumerate(request.hosts)]
-        self._interrupted, self._interrupted_at = 0, float("inf")
+        self._order = Order()
+        self._interrupted, self._interrupted_at = 0, math.inf
         self._settled: Outcome | None = None
         self._unformed: Outcome | None = None
-        self._deadline = float("inf")
+        self._deadline = math.inf
         """Until then hosts may end what is left of the job, and tell."""
-        self._changed = asyncio.Event()
 
     async def run(self) -> int:
         """Raises: ConfigError."""
@@ -113,21 +113,32 @@ class Launcher:
 
     async def _keep(self) -> None:
         while True:
-            self._tell(Alive())
-            await asyncio.sleep(self._config.patience_s / 5)
+            self._give(self._order)
+            await asyncio.sleep(self._config.silent_after_s / 5)
 
-    def _tell(self, word: Word) -> None:
+    def _give(self, order: Order) -> None:
+        self._order = order
         for one in self._stewards:
-            one.say(word)
+            one.say(order)
+
+    def _end(self, grace_s: float) -> None:
+        """The stewards end the job; they have LAST_WORD_S longer than its processes."""
+        self._give(Order(self._order.leave, grace_s))
+        self._deadline = min(self._deadline, time.monotonic() + grace_s + LAST_WORD_S)
 
     def _fate(self) -> Fate:
         return Fate({one.node: one.told.events for one in self._stewards if one.told})
 
     async def _prepare(self) -> None:
         """Raises: ConfigError that names every host that is not ready, or the spare that no host is."""
-        ssh, config, command = ssh_command(self._request, self._config), self._config.told(), self._request.command
-        shared = config, job_files.ensure_secret(self._config), command, versions()
-        await asyncio.gather(*(one.prepare(ssh, Prepare(self._job, one.node, *shared)) for one in self._stewards))
+        request, shared = self._request, (self._config.told(), self._secret, self._request.command, versions())
+        ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *keep_alive(self._config)]
+        ssh += ["-p", str(request.ssh_port)] if request.ssh_port is not None else []
+        ssh += [*shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", "")), "--"]
+        command = shell_command(request, os.environ, os.getcwd())
+        await asyncio.gather(
+            *(one.prepare([*ssh, one.host, command], Prepare(self._job, one.node, *shared)) for one in self._stewards)
+        )
         wrong: dict[str, list[str]] = {}
         for one in self._stewards:
             if one.problem:
@@ -153,13 +164,10 @@ class Launcher:
     async def _follow(self, launched: asyncio.subprocess.Process) -> int:
         """Wait for deepspeed and every steward; deepspeed's exit code, 0 or more."""
         running = asyncio.create_task(launched.wait())
-        running.add_done_callback(lambda _: self._changed.set())
-        listening = [asyncio.create_task(one.listen(self._changed)) for one in self._stewards]
-        asked_all = False
-        while not running.done() or not all(one.over for one in self._stewards):
-            if running.done() and not asked_all:
-                asked_all = True
-                self._tell(Tell(even_if_unseen=True))
+        waited = {running, *(asyncio.create_task(one.listen()) for one in self._stewards)}
+        while pending := {task for task in waited if not task.done()}:
+            if running.done() and not self._order.leave:
+                self._give(Order(True, self._order.grace_s))
                 if self._config.on_launcher_loss == "stop":
                     self._end(self._config.phase_timeout_s)
             self._settle(running.done())
@@ -170,11 +178,8 @@ class Launcher:
                 elif not running.done():
                     say("the job is over on every host, but deepspeed has not returned: ending it")
                 break
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await self._changed.wait()
-        for task in listening:
+            await asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in waited - {running}:
             task.cancel()
         proc.sweep(self._tag)
         return shell_code(await running)
@@ -184,7 +189,7 @@ class Launcher:
         if self._interrupted:
             return
         fate, hosts = self._fate(), self._request.hosts
-        has_formed = self._has_formed() or fate.hosts or fate.finished
+        has_formed = self._has_formed or fate.hosts or fate.finished
         # A host that has ended before the job formed keeps the others waiting for it: end them, too.
         if fate.tellers and not (has_formed or has_returned or self._unformed):
             ended = ", ".join(hosts[node] for node in sorted(fate.tellers))
@@ -199,14 +204,9 @@ class Launcher:
             self._settled = fate.outcome(hosts, 0)
             self._end(self._config.phase_timeout_s)
 
+    @property
     def _has_formed(self) -> bool:
         return any(one.formed for one in self._stewards)
-
-    def _end(self, grace_s: float) -> None:
-        """The stewards end the job; they have LAST_WORD_S longer than its processes."""
-        self._tell(Stop(grace_s))
-        self._deadline = min(self._deadline, time.monotonic() + grace_s + LAST_WORD_S)
-        self._changed.set()
 
     def _interrupt(self, number: int) -> None:
         """End the job: at once if it has not formed yet, or the second time. An outcome that is known stays."""
@@ -217,7 +217,7 @@ class Launcher:
             said = f"interrupted after {self._settled.what}: ending the processes that are left"
         elif again:
             said = "interrupted again: killing what is left of the job"
-        elif not self._has_formed():
+        elif not self._has_formed:
             said = f"interrupted before the job has formed: ending it on {hosts} hosts"
         else:
             grace_s = self._config.phase_timeout_s
@@ -230,13 +230,13 @@ class Launcher:
     def _conclude(self, found: Outcome) -> int:
         """A signal does not change what became of a job that is over."""
         was_over = any(one.time < self._interrupted_at for one in self._fate().stops)
-        if self._interrupted and self._settled is None and found.exit_code and not was_over:
-            # whatever signal it was: hosts are told to end as by Ctrl-C, and their logs say so
-            found = Outcome(128 + signal.SIGINT, f"interrupted ({signal.Signals(self._interrupted).name})", found.lost)
-        if self._unformed is not None:
-            found = self._unformed
         if self._settled is not None:
             found = self._settled._replace(lost=found.lost)
+        elif self._unformed is not None:
+            found = self._unformed
+        elif self._interrupted and found.exit_code and not was_over:
+            # whatever signal it was: hosts are told to end as by Ctrl-C, and their logs say so
+            found = Outcome(128 + signal.SIGINT, f"interrupted ({signal.Signals(self._interrupted).name})", found.lost)
         if found.exit_code and not self._interrupted:
             for path in missing_configs(self._request.command):
                 say(f"there is no file {path} where the job was launched; to do: correct the command")
@@ -250,14 +250,6 @@ class Launcher:
 def keep_alive(config: Config) -> list[str]:
     """Return ssh's options for noticing within about `patience_s` that the other side is gone."""
     return ["-o", f"ServerAliveInterval={max(1, round(config.patience_s / 3))}", "-o", "ServerAliveCountMax=3"]
-
-
-def ssh_command(request: Request, config: Config) -> list[str]:
-    """Make the command that starts a steward, but for the host before its last word."""
-    words = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *keep_alive(config)]
-    words += ["-p", str(request.ssh_port)] if request.ssh_port is not None else []
-    words += shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    return [*words, shell_command(request, os.environ, os.getcwd())]
 
 
 def shell_command(request: Request, environ: Mapping[str, str], directory: str) -> str:
@@ -277,9 +269,8 @@ class Connection:
 
     def __init__(self, host: str, node: int) -> None:
         self.host, self.node = host, node
-        self.name = self.problem = ""
-        """`name`: the host's own, by which `spares` and what it says call it."""
-        self.ran_at, self.formed = float("-inf"), False
+        self.name = self.problem = ""  # the host's own name, by which `spares` and what it says call it
+        self.ran_at, self.formed = -math.inf, False
         """When it said last that the job's processes run there, and whether they had formed the job's first world."""
         self.told: Told | None = None
         self.over = False
@@ -290,16 +281,15 @@ class Connection:
         """Connect, hand over what the host needs; `problem` says why it is not ready."""
         pipe = asyncio.subprocess.PIPE
         self._ssh = connection = await asyncio.create_subprocess_exec(
-            *ssh[:-1], "--", self.host, ssh[-1], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True,
-            limit=LINE_BYTES_MAX,
-        )  # fmt: skip
+            *ssh, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, limit=LINE_BYTES_MAX
+        )
         assert connection.stdin is not None and connection.stdout is not None and connection.stderr is not None
         self._stdin, self._stdout, self._stderr = connection.stdin, connection.stdout, connection.stderr
         self.say(prepare)
         try:
             async with asyncio.timeout(READY_S):
-                async for word in self._words():
-                    if isinstance(word, Ready):
+                async for line in self._stdout:
+                    if isinstance(word := decode(line), Ready):
                         self.name, self.problem = word.host, word.problem
                         self._complaints = asyncio.create_task(self._pass_on_complaints())
                         return
@@ -308,19 +298,17 @@ class Connection:
         else:
             self.problem = await self._complaint() or f"ssh ended with {connection.returncode}"
 
-    async def listen(self, changed: asyncio.Event) -> None:
-        """Ask for the steward's last word, which it has once the job has been there and is over, and wait for it."""
-        self.say(Tell())
+    async def listen(self) -> None:
+        """Hear the steward until its last word, which it has once the job has been there and is over."""
         try:
-            async for word in self._words():
-                if isinstance(word, Running):
+            async for line in self._stdout:
+                if isinstance(word := decode(line), Running):
                     self.ran_at, self.formed = time.monotonic(), self.formed or word.formed
                 if isinstance(word, Told):
                     self.told = word
                     return
         finally:
             self.over = True
-            changed.set()
 
     def say(self, word: Word) -> None:
         """Send `word`; nothing happens if the host is gone."""
@@ -337,11 +325,6 @@ class Connection:
         with contextlib.suppress(TimeoutError):  # a shared ssh connection may keep the pipes open
             async with asyncio.timeout(CLOSE_S):
                 await self._ssh.wait()
-
-    async def _words(self) -> AsyncIterator[Said]:
-        async for line in self._stdout:
-            if (word := decode(line)) is not None:
-                yield word
 
     async def _complaint(self) -> str:
         """Return the last lines ssh says before it ends; a shared ssh connection may keep the pipes open."""

@@ -12,7 +12,6 @@ import contextlib
 import ipaddress
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,23 +39,19 @@ from .argv import FLAG, RUN, check_script, parse, without_launchers_words
 ASK_S = 5.0
 STOP_LIMIT_S = 120.0
 STOP_POLL_S = 0.2
-POLL_S = 0.05
-ATTEMPTS_MAX = 5
-"""How often another node id is tried when other hosts are faster."""
+ATTEMPTS_MAX = 5  # so often another node id is tried when other hosts are faster
 NOT_FOUND = "run this on a host that reaches these addresses; `deadpool outcome` says whether the job runs"
-MEMBERS_NAMED = 3
-"""Number of members named to a host that lacks the secret."""
+MEMBERS_NAMED = 3  # to a host that lacks the secret
 
 
 class Wish(msgspec.Struct, frozen=True):
     """The user's wish: where the job is (`to`, else `job`, else the configuration's output_dir), the configuration's
-    file ("": the job's own) and, to be sure, the job's command. `job_id`: that of the job that was found before."""
+    file ("": the job's own) and, to be sure, the job's command."""
 
     to: Address | None = None
     job: Path | None = None
     config: str = ""
     command: list[str] = []
-    job_id: str = ANY_JOB
 
     @property
     def path(self) -> str:
@@ -65,17 +60,12 @@ class Wish(msgspec.Struct, frozen=True):
 
 
 class FoundJob(msgspec.Struct, frozen=True):
-    """A job that was found. `config`: the user's file for it, "" for what its members have; `secret_file`: the job's
-    secret on this host."""
+    """`config`: the user's file for the job, "" for what its members have; `secret_file`: its secret on this host."""
 
     description: JobDescription
     config: str
-    secret: bytes
+    credentials: Credentials
     secret_file: Path
-
-    @property
-    def credentials(self) -> Credentials:
-        return Credentials(self.secret, self.description.job)
 
 
 # ---- finding it
@@ -97,11 +87,11 @@ def find(wish: Wish) -> FoundJob:
         # The members' own copies come before the user's file. `Path.exists` raises in a folder that is closed to us.
         theirs = [Path(file) for contact in named for file in contact.secret_files]
         config = Config(secret_file=next((file for file in theirs if os.path.exists(file.expanduser())), theirs[-1]))
-    secret = existing_secret(config, named)
-    addresses = [(wish.to, wish.job_id)] if wish.to else [(contact.control, contact.job) for contact in named]
-    addresses = [one for one in addresses if wish.job_id in (ANY_JOB, one[1])]
-    description = asyncio.run(_described(addresses, Credentials(secret), config.secret_path))
-    return FoundJob(description, str(Path(path).resolve()) if path else "", secret, config.secret_path)
+    credentials = Credentials(existing_secret(config, named))
+    addresses = [(wish.to, ANY_JOB)] if wish.to else [(contact.control, contact.job) for contact in named]
+    description = asyncio.run(_described(addresses, credentials, config.secret_path))
+    file = str(Path(path).resolve()) if path else ""
+    return FoundJob(description, file, credentials.of(description.job), config.secret_path)
 
 
 def existing_secret(config: Config, members: Sequence[files.ContactFile] = ()) -> bytes:
@@ -109,16 +99,15 @@ def existing_secret(config: Config, members: Sequence[files.ContactFile] = ()) -
 
     Raises: ConfigError; TransportError if none of them answers.
     """
-    if os.path.exists(config.secret_path):
+    path = config.secret_path
+    if os.path.exists(path):
         return job_files.ensure_secret(config)
     hosts = asyncio.run(_at_work(members, Credentials(b"")))
     if members and not hosts:
         silent = ", ".join(one.host for one in members)
         raise TransportError(f"no member of a running job was found: {silent} do not answer", remedy=NOT_FOUND)
-    has_it = [one for one in members if one.host in hosts and one.secret_files]
-    copies = [f"{one.host}:{one.secret_files[0]}" for one in has_it[:MEMBERS_NAMED]]
-    theirs = ", ".join(copies or [f"HOST:{job_files.folder_of('*') / job_files.SECRET}"])
-    path = config.secret_path
+    copies = [f"{one.host}:{one.secret_files[0]}" for one in members if one.host in hosts and one.secret_files]
+    theirs = ", ".join(copies[:MEMBERS_NAMED] or [f"HOST:{job_files.folder_of('*') / job_files.SECRET}"])
     raise ConfigError(
         f"there is no secret_file {path} on {os.uname().nodename}",
         "the job's secret, mode 0600",
@@ -151,13 +140,12 @@ async def _described(
     raise TransportError(f"no member of a running job was found: {'; '.join(failures)}", remedy=NOT_FOUND)
 
 
-def check_unused(config: Config) -> None:
+def check_unused(config: Config, secret: bytes) -> None:
     """Check that no job runs in the configuration's output_dir, whatever its secret is. Raises: ConfigError.
 
     Hosts that do not answer count as gone. Blocks: at most ASK_S and a moment.
     """
-    named, secret = files.published(config.output_dir), job_files.ensure_secret(config)
-    if hosts := asyncio.run(_at_work(named, Credentials(secret))):
+    if hosts := asyncio.run(_at_work(files.published(config.output_dir), Credentials(secret))):
         raise ConfigError(
             f"output_dir {config.output_dir.absolute()} is that of a job that runs on {', '.join(hosts)}",
             "a folder of its own for each job",
@@ -177,20 +165,16 @@ async def _at_work(named: Sequence[files.ContactFile], credentials: Credentials)
 # ---- ending it
 
 
-def stop(job: FoundJob) -> list[str]:
+async def stop(job: FoundJob) -> list[str]:
     """End the job as Ctrl-C in its launcher does (exit code 130 everywhere); returns once no member is there any more.
 
     Returns: the hosts that gave no answer: lost, or out of reach from here (they hear of it from the others).
     Raises: TransportError if no member takes the request, or some are still there after STOP_LIMIT_S.
     """
-    say(f"ending the job of {', '.join(_names(job.description.hellos))}")
-    return asyncio.run(_stop(job))
-
-
-async def _stop(job: FoundJob) -> list[str]:
-    """Tell each member, which tells all others; those still there again, as they may not have been reached."""
     deadline, rest, told = time.monotonic() + STOP_LIMIT_S, job.description.hellos, False
+    say(f"ending the job of {', '.join(_names(rest))}")
     while True:
+        # Each tells all others; those still there are told again, as they may not have been reached.
         answers = await asyncio.gather(*(_ends(hello, job.credentials) for hello in rest))
         there = [hello for hello, ends in zip(rest, answers, strict=True) if ends]
         rest = [hello for hello, ends in zip(rest, answers, strict=True) if ends is not False]
@@ -226,21 +210,19 @@ def _names(hellos: Sequence[Hello]) -> list[str]:
 
 def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", RUN)) -> int:
     """Take part in the job until its end; its supervisors' exit code. Raises: ConfigError, TransportError."""
-    for _ in range(ATTEMPTS_MAX):
-        job = find(wish)
-        description = job.description
-        with configured(job) as config:
-            check(description, config, wish.command)
+    job = find(wish)
+    description, slots = job.description, range(job.description.hellos[0].local_size)
+    members = [hello.host for hello in description.hellos if hello.node == description.node]
+    with configured(job) as config:
+        check(description, config, wish.command)
+        commands = [supervisor_command(program, description, slot, config) for slot in slots]
+        for _ in range(ATTEMPTS_MAX):
             node = asyncio.run(reserve(job))
-            members = [hello.host for hello in description.hellos if hello.node == description.node]
             say(f"{os.uname().nodename} joins the job that {(*members, 'another host')[0]} is in, as node {node}")
-            slots = range(description.hellos[0].local_size)
-            commands = [supervisor_command(program, description, slot, config) for slot in slots]
             environments = [environment(description, node, slot, os.environ) for slot in slots]
-            exit_code = play_launcher(commands, environments, description.directory)
-        if exit_code != EXIT_TAKEN:
-            return exit_code
-        wish = msgspec.structs.replace(wish, config=job.config, job_id=description.job)
+            exit_code = asyncio.run(play_launcher(commands, environments, description.directory))
+            if exit_code != EXIT_TAKEN:
+                return exit_code
     raise TransportError(f"{ATTEMPTS_MAX} node ids were taken by other hosts", remedy="deadpool join again")
 
 
@@ -320,30 +302,27 @@ def environment(
     }
 
 
-def play_launcher(commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], directory: str) -> int:
+async def play_launcher(
+    commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], directory: str
+) -> int:
     """Start one process per command in `directory` and wait for all; the first that fails ends the others.
 
     Signals that should end us are passed on. Thread: the main one (the children live as long as it does).
     """
-    children: list[subprocess.Popen[bytes]] = []
-    told: list[int] = []
+    children: list[asyncio.subprocess.Process] = []
     exit_code = 0
-    before = {number: signal.signal(number, lambda number, _: told.append(number)) for number in ending_signals()}
-    try:
-        for command, env in zip(commands, environments, strict=True):
-            children.append(subprocess.Popen(command, env=env, cwd=directory))
-        while children:
-            time.sleep(POLL_S)  # polled: a signal just before a wait would be missed
-            for child in [child for child in children if child.poll() is not None]:
-                children.remove(child)
-                if child.returncode and not exit_code:
-                    exit_code = shell_code(child.returncode)
-                    told.append(signal.SIGTERM)
-            while told:
-                number = told.pop(0)
-                for child in children:
-                    child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
-        return exit_code
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+    def tell(number: int) -> None:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    for number in ending_signals():
+        asyncio.get_running_loop().add_signal_handler(number, tell, number)
+    for command, env in zip(commands, environments, strict=True):
+        children.append(await asyncio.create_subprocess_exec(*command, env=env, cwd=directory))
+    for ended in asyncio.as_completed([child.wait() for child in children]):
+        if (code := await ended) and not exit_code:
+            exit_code = shell_code(code)
+            tell(signal.SIGTERM)
+    return exit_code

@@ -10,6 +10,7 @@ of this host's job, and no secret, outlives this process, unless the host does n
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -74,21 +75,13 @@ class Ready(Word, frozen=True):
     problem: str = ""
 
 
-class Alive(Word, frozen=True):
-    """Launcher -> steward, several times within `patience_s`."""
+class Order(Word, frozen=True):
+    """Launcher -> steward, several times within `patience_s`: what holds until the next one. `leave`: have the last
+    word even if the job has never been here. `grace_s`: end the job here, and kill what is left after it; None: let it
+    run."""
 
-
-class Stop(Word, frozen=True):
-    """Launcher -> steward: end the job on this host; what is left after `grace_s` is killed."""
-
-    grace_s: float
-
-
-class Tell(Word, frozen=True):
-    """Launcher -> steward: once the job has been on this host and is over here, say what happened, and leave.
-    `even_if_unseen`: also if it has never been here."""
-
-    even_if_unseen: bool = False
+    leave: bool = False
+    grace_s: float | None = None
 
 
 class Running(Word, frozen=True):
@@ -105,7 +98,7 @@ class Told(Word, frozen=True):
     killed: int
 
 
-Said = Prepare | Ready | Alive | Stop | Tell | Running | Told
+Said = Prepare | Ready | Order | Running | Told
 _said: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
 
 
@@ -118,6 +111,11 @@ def decode(line: bytes) -> Said | None:
     with contextlib.suppress(msgspec.DecodeError):
         return _said.decode(line)
     return None
+
+
+def say(word: Word) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody may be listening any more
+        os.write(sys.stdout.fileno(), encode(word))
 
 
 class Ear:
@@ -141,24 +139,16 @@ class Ear:
         return self._words.pop(0) if self._words else None
 
 
-def say(word: Word) -> None:
-    """Send `word`; nobody may be listening any more."""
-    with contextlib.suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), encode(word))
-
-
 # ---- the job on this host
 
 
 def job_processes(folder: Path) -> dict[int, list[bytes]]:
-    """Find the processes of this user that were started with the configuration in `folder`: pid -> command line.
-
-    Supervisors and their ancestors (launch.py, its shell) name it on the command line, descendants in the environment.
-    """
+    """Find the processes of this user that were started with the configuration in `folder`: pid -> command line."""
     wanted, found = os.fsencode(folder) + b"/", {}
     for pid, environment in proc.environments():
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            # Supervisors and their ancestors (launch.py, its shell) name it there, descendants in the environment.
             named = wanted in command and RUN.encode() in command and LAUNCHERS_OWN not in environment
             if named or b"DEADPOOL_CONFIG=" + wanted in environment:
                 found[pid] = command.split(b"\0")
@@ -178,49 +168,44 @@ class Steward:
         self._ear, self._folder, self._config, self._node = ear, folder, config, node
         self._log = events.log_of(config.output_dir, node)
         self._log_begins = self._log.stat().st_size if self._log.exists() else 0  # it may hold earlier jobs
-        self._signal, self._deadline = 0, float("inf")
         self._seen = self._formed = False
-        self._known: dict[int, int] = {}
+        self._known: dict[int, float] = {}
         """Processes of the job -> their start times."""
         self._report_at = 0.0
 
     def serve(self) -> Told:
-        """Serve until the job is over here, and the launcher asks for it or is gone; this host's last word."""
-        asked, signalled, killed = None, set[int](), set[int]()
+        """Serve until the job is over here, or the launcher has no use for us any more; this host's last word."""
+        order, ends_by, deadline = Order(), 0, math.inf
+        signalled, killed = set[int](), set[int]()
         while True:
-            alone = self._seen and self._launcher_is_gone() and not self._signal
+            alone = self._seen and self._launcher_is_gone() and not ends_by
             word = self._ear.next(ALONE_POLL_S if alone else POLL_S)
+            order = word if isinstance(word, Order) else order
             if not self._seen and (self._is_here() or self._events()):  # it may have been short
                 self._seen, self._ear.heard_at = True, time.monotonic()
-            if isinstance(word, Stop):
-                self._end(signal.SIGINT, word.grace_s)
-            elif isinstance(word, Tell):
-                asked = word
-            elif self._launcher_is_gone() and self._config.on_launcher_loss == "stop" and not self._signal:
-                self._end(signal.SIGHUP, self._config.phase_timeout_s)
-            if self._signal and time.monotonic() > self._deadline:
+            if order.grace_s is not None:
+                ends_by, deadline = signal.SIGINT, min(deadline, time.monotonic() + order.grace_s)
+            elif self._launcher_is_gone() and self._config.on_launcher_loss == "stop" and not ends_by:
+                ends_by, deadline = signal.SIGHUP, time.monotonic() + self._config.phase_timeout_s
+            if time.monotonic() > deadline:
                 killed |= proc.kill_all(lambda: job_processes(self._folder))
-            if self._signal:
-                for pid in supervisors(self._folder) - signalled:
-                    signalled.add(pid)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, self._signal)
+            for pid in supervisors(self._folder) - signalled if ends_by else ():
+                signalled.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, ends_by)
             self._report()
-            shall_tell = asked is not None and (self._seen or asked.even_if_unseen)
-            if (shall_tell or self._launcher_is_gone()) and not self._is_here():
+            if (self._seen or order.leave or self._launcher_is_gone()) and not self._is_here():
                 return Told(self._events(), len(killed))
 
     def _is_here(self) -> bool:
-        """Return whether a process of the job is on this host. All are looked at only if none known before is left."""
-        looks = {pid: proc.look(pid) for pid in self._known}
-        there = {pid for pid, seen in looks.items() if seen is not None and not seen.ending}
-        self._known = {pid: began for pid, began in self._known.items() if pid in there and _began(pid) == began}
-        self._known = self._known or {pid: _began(pid) for pid in job_processes(self._folder)}
+        # All processes of the host are looked at only if none known before is left.
+        left = {pid: began for pid, began in self._known.items() if _began(pid) == began}
+        self._known = left or {pid: _began(pid) for pid in job_processes(self._folder)}
         return bool(self._known)
 
     def _report(self) -> None:
         # A launcher that is gone would let our words pile up until a write blocks.
-        if not self._seen or self._ear.closed or self._launcher_is_gone():
+        if not self._seen or self._launcher_is_gone():
             return
         formed = self._formed or any(isinstance(event, events.NodeJoined) for event in self._events())
         if formed is self._formed and time.monotonic() < self._report_at:
@@ -231,13 +216,9 @@ class Steward:
             say(Running(formed))
 
     def _launcher_is_gone(self) -> bool:
-        """Return whether it is gone. One that is only silent, before anything was started, may be slow."""
-        is_silent = time.monotonic() - self._ear.heard_at > self._config.patience_s
+        # One that is only silent, before anything was started, may be slow.
+        is_silent = time.monotonic() - self._ear.heard_at > self._config.silent_after_s
         return self._ear.closed or (self._seen and is_silent)
-
-    def _end(self, number: int, grace_s: float) -> None:
-        """End the job: the supervisors are asked, once each, and who is left at the deadline is killed."""
-        self._signal, self._deadline = number, min(self._deadline, time.monotonic() + grace_s)
 
     def _events(self) -> list[FateEvent]:
         found: list[FateEvent] = []
@@ -256,21 +237,19 @@ class Steward:
         return found
 
 
-def _began(pid: int) -> int:
-    """Return its start time, 0 if it has gone."""
+def _began(pid: int) -> float:
+    """Return its start time; NaN, which equals nothing, if it has gone or is ending."""
     with contextlib.suppress(OSError):
-        return proc.start_time(pid)
-    return 0
+        if (seen := proc.look(pid)) is not None and not seen.ending:
+            return proc.start_time(pid)
+    return math.nan
 
 
 def main() -> int:
-    ear = Ear(sys.stdin.fileno())
-    deadline = time.monotonic() + PREPARE_S
-    prepare = None
-    while not isinstance(prepare, Prepare):
+    ear, deadline = Ear(sys.stdin.fileno()), time.monotonic() + PREPARE_S
+    while not isinstance(prepare := ear.next(POLL_S), Prepare):
         if ear.closed or time.monotonic() > deadline:
             return 1
-        prepare = ear.next(POLL_S)
     for number in ENDING:
         signal.signal(number, _exit)
     host = os.uname().nodename

@@ -35,7 +35,7 @@ def take_part(invitation: running_job.FoundJob, config: str) -> int:
     supervisor = [sys.executable, "-u", LAUNCH, "supervise", config]
     commands = [[*supervisor, f"--local_rank={local_rank}", *words] for local_rank in slots]
     environments = [running_job.environment(job, node, slot, os.environ) for slot in slots]
-    return running_job.play_launcher(commands, environments, os.getcwd())
+    return asyncio.run(running_job.play_launcher(commands, environments, os.getcwd()))
 
 
 if __name__ == "__main__":

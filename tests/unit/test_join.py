@@ -226,25 +226,29 @@ def test_a_job_is_found_by_its_output_dir_and_its_secret_where_its_members_have_
     monkeypatch.chdir("/")
     found = running_job.find(running_job.Wish(job=folder / "logs"))
     assert found.description.hellos == [member.hello] and found.description.members == (4,)
-    assert found.config == "" and found.secret == SECRET.encode()
+    assert found.config == "" and found.credentials.secret == SECRET.encode()
     assert asyncio.run(running_job.reserve(found)) == 5
+
+
+def check_unused(config):
+    running_job.check_unused(config, job_files.ensure_secret(config))
 
 
 def test_a_second_job_may_not_write_to_the_folder_of_one_that_runs(member, folder):
     files.publish(folder / "logs", hello(1, control=("127.0.0.1", 1)), (), MEMBERS_JOB)  # a lost host's is left
     with pytest.raises(ConfigError, match=rf"logs is that of a job that runs on {member.hello.host}; .*`deadpool stop"):
-        running_job.check_unused(load("d.yaml"))
+        check_unused(load("d.yaml"))
     member.close()
-    running_job.check_unused(load("d.yaml"))
+    check_unused(load("d.yaml"))
 
 
 def test_nor_if_it_has_another_secret(member, folder):
     """Another user's, or that of a home which hosts do not share; another job at its port is none of this folder."""
     (folder / "secret").write_text("another secret of that length")
     with pytest.raises(ConfigError, match=rf"logs is that of a job that runs on {member.hello.host}"):
-        running_job.check_unused(load("d.yaml"))
+        check_unused(load("d.yaml"))
     files.publish(folder / "logs", member.hello, (), "a job that has ended")
-    running_job.check_unused(load("d.yaml"))
+    check_unused(load("d.yaml"))
 
 
 @pytest.mark.parametrize("said", ["to", "job"])
@@ -296,7 +300,7 @@ def test_a_host_may_have_a_configuration_of_its_own(member, folder, said):
 )
 def test_an_address_is_another_hosts(folder, interface, ours):
     told = Config(interface_address=interface, patience_s=2.5)
-    found = running_job.FoundJob(described(folder, config=told.told()), "", b"", folder / "secret")
+    found = running_job.FoundJob(described(folder, config=told.told()), "", Credentials(b""), folder / "secret")
     with running_job.configured(found) as path:
         mine = load(path)
     assert (mine.interface_address, mine.patience_s, mine.secret_file) == (ours, 2.5, folder / "secret")
@@ -318,13 +322,6 @@ def test_a_secret_in_a_folder_that_is_closed_to_us_is_not_on_this_host(member, f
         running_job.existing_secret(Config(secret_file=closed))
 
 
-def test_only_the_job_that_was_found_before_is_asked_again(member, folder):
-    found = running_job.Wish(job=folder / "logs", job_id=MEMBERS_JOB)
-    assert running_job.find(found).description.job == MEMBERS_JOB
-    with pytest.raises(TransportError, match="no member of a running job was found"):
-        running_job.find(msgspec.structs.replace(found, job_id="another job's id"))
-
-
 def test_a_job_is_found_by_the_address_of_a_member(member, folder):
     found = running_job.find(running_job.Wish(to=member.hello.control, config="d.yaml"))
     assert found.description.command == member.command
@@ -341,9 +338,9 @@ def test_another_job_at_the_address_of_a_member_that_is_gone_is_not_taken_for_it
 def test_a_node_id_is_not_asked_of_another_job(member, folder):
     found = running_job.find(running_job.Wish(to=member.hello.control, config="d.yaml"))
     assert found.description.job == MEMBERS_JOB
-    other = msgspec.structs.replace(found.description, job="another job's id")
+    other = found.credentials.of("another job's id")
     with pytest.raises(PeerRefused, match="it is of job"):
-        asyncio.run(running_job.reserve(msgspec.structs.replace(found, description=other)))
+        asyncio.run(running_job.reserve(msgspec.structs.replace(found, credentials=other)))
 
 
 def test_another_secret_is_said(member, folder):
@@ -465,10 +462,10 @@ def test_ids_are_above_all_that_ever_were():
 def run_launcher(*programs, hangup="SIG_DFL"):
     """`play_launcher` in a process of its own, with one child per program; `hangup`: what SIGHUP does to it."""
     code = (
-        "import os, signal, sys; from deadpool_plugin.launch.running_job import play_launcher;"
+        "import asyncio, os, signal, sys; from deadpool_plugin.launch.running_job import play_launcher;"
         f"signal.signal(signal.SIGHUP, signal.{hangup});"  # the tests themselves may run under nohup
         "commands = [[sys.executable, '-c', text] for text in sys.argv[1:]];"
-        "sys.exit(play_launcher(commands, [dict(os.environ)] * len(commands), os.getcwd()))"
+        "sys.exit(asyncio.run(play_launcher(commands, [dict(os.environ)] * len(commands), os.getcwd())))"
     )
     return subprocess.Popen([sys.executable, "-c", code, *programs], stdout=subprocess.PIPE, text=True)
 

@@ -167,7 +167,7 @@ def test_what_ssh_said_last_is_told_though_a_shared_connection_keeps_its_pipe(mo
 
     async def scenario():
         one = launcher.Connection("h1", 0)
-        await asyncio.wait_for(one.prepare(["sh", "-c", master, "ssh"], word), 30)
+        await asyncio.wait_for(one.prepare(["sh", "-c", master], word), 30)
         await one.close()
         return one.problem
 

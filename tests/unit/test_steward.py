@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import select
@@ -16,6 +17,7 @@ from typing import cast
 import msgspec
 import pytest
 from support import present
+from support.stand_in import fake
 
 from deadpool_plugin import events
 from deadpool_plugin.agent.links import versions
@@ -123,7 +125,7 @@ def test_only_the_owner_reads_what_it_puts_in_place_and_nothing_stays(host):
     }  # fmt: skip
     assert (one.folder / "secret").read_bytes() == SECRET
     assert (one.folder / "config.yaml").read_text() == one.word.config
-    one.say(steward.Tell(even_if_unseen=True))
+    one.say(steward.Order(leave=True))
     assert one.hear() == steward.Told([], 0)
     one.ended()
 
@@ -165,7 +167,7 @@ def test_it_tells_of_this_job_only(host, tmp_path):
     with log.open("ab") as file:
         file.write(b"".join(map(events.encode, said)))
         file.write(b'{"event":"JobStopped","exit{"event":"JobStopped"}\n{"event":"JobFin')
-    one.say(steward.Tell(even_if_unseen=True))
+    one.say(steward.Order(leave=True))
     assert one.hear() == steward.Told(fate, 0)
     one.ended()
 
@@ -174,7 +176,7 @@ def test_it_tells_of_this_job_only(host, tmp_path):
 def test_it_tells_how_the_agent_ended_though_no_log_could_be_written(host, exit_code):
     one = host()
     job_files.exit_code_file(f"{one.folder}/config.yaml", 1).write_text(str(exit_code))
-    one.say(steward.Tell(even_if_unseen=True))
+    one.say(steward.Order(leave=True))
     ended = events.NodeEnded(exit_code=exit_code, node=1)
     assert one.hear() == steward.Told([ended] if exit_code else [events.JobFinished(node=1), ended], 0)
     one.ended()
@@ -191,8 +193,15 @@ def test_an_agent_leaves_its_exit_code_where_its_steward_looks_for_it(monkeypatc
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(job_files, "SHM", tmp_path)
     monkeypatch.setattr(job_files, "secret_of", lambda config, path: SECRET)
-    monkeypatch.setattr(agent, "run_agent", lambda *everything: 3)
-    assert agent._serve(socket.socket(socket.AF_UNIX).detach()) == 3
+    monkeypatch.setattr(agent, "Machine", lambda *everything: None)
+
+    async def says(answer):
+        return answer
+
+    monkeypatch.setattr(agent, "reachable", lambda *everything: says(("", "")))
+    monkeypatch.setattr(agent, "Agent", lambda *everything: fake(run=lambda: says(3)))
+    with socket.socket(socket.AF_UNIX) as listener:
+        assert asyncio.run(agent.run_agent(listener)) == 3
     assert {path.name for path in folder.iterdir()} == {"config.yaml", *(["exit_code.2"] if put_in_place else [])}
 
 
@@ -202,22 +211,21 @@ def test_told_to_stop_it_asks_first_and_kills_who_does_not_listen(host):
     launcher = one.start(HEARS_NOTHING, IS_THE_LAUNCHER)
     bystander = subprocess.Popen([sys.executable, "-c", "input()", IS_THE_LAUNCHER], stdin=subprocess.PIPE)
     assert job_processes(one.folder).keys() == {asked.pid, deaf.pid, launcher.pid}
-    one.say(steward.Stop(60.0))
+    one.say(steward.Order(grace_s=60.0))
     assert asked.communicate(timeout=LIMIT_S)[0] == "SIGINT\n"
     assert deaf.poll() is launcher.poll() is None
-    one.say(steward.Stop(0.0))
+    one.say(steward.Order(grace_s=0.0))
     assert deaf.wait(LIMIT_S) == launcher.wait(LIMIT_S) == -signal.SIGKILL
-    one.say(steward.Tell())
     assert one.hear() == steward.Told([], 2)
     one.ended()
     assert bystander.poll() is None
     bystander.communicate(b"\n")
 
 
-def test_asked_to_tell_it_waits_for_the_end_of_a_job_that_goes_on(host):
+def test_asked_to_leave_it_waits_for_the_end_of_a_job_that_goes_on(host):
     one = host()
     job = one.start(SAYS_ITS_SIGNAL)
-    one.say(steward.Tell())
+    one.say(steward.Order(leave=True))
     with pytest.raises(subprocess.TimeoutExpired):
         one.process.wait(1.5)
     assert job.poll() is None
@@ -230,16 +238,16 @@ def test_asked_to_tell_it_waits_for_the_end_of_a_job_that_goes_on(host):
 def test_it_says_that_the_job_runs_and_has_formed_and_not_that_it_stands_still(host, tmp_path):
     one = host(patience_s=0.5)
     job = one.start(SAYS_ITS_SIGNAL)
-    one.say(steward.Alive())
+    one.say(steward.Order())
     assert one.hear_next() == steward.Running(formed=False)
     one.log.write_bytes(events.encode(events.NodeJoined(host="h", ranks=(0,), spare=False, node=1)))
-    while not (word := one.hear_next(steward.Alive())).formed:
+    while not (word := one.hear_next(steward.Order())).formed:
         assert word == steward.Running(formed=False)
     job.send_signal(signal.SIGSTOP)
-    while one.hear_next(steward.Alive(), 2.0) is not None:  # those on their way
+    while one.hear_next(steward.Order(), 2.0) is not None:  # those on their way
         pass
     job.send_signal(signal.SIGCONT)
-    assert one.hear_next(steward.Alive()) == steward.Running(formed=True)
+    assert one.hear_next(steward.Order()) == steward.Running(formed=True)
 
 
 def test_the_launchers_own_tools_are_not_the_job(host, monkeypatch):
@@ -248,8 +256,7 @@ def test_the_launchers_own_tools_are_not_the_job(host, monkeypatch):
     monkeypatch.setenv("DEADPOOL_TAG", f"launch.{one.word.job}.")
     tool = one.start(SAYS_ITS_SIGNAL)
     assert not job_processes(one.folder)
-    one.say(steward.Stop(0.0))
-    one.say(steward.Tell(even_if_unseen=True))
+    one.say(steward.Order(leave=True, grace_s=0.0))
     assert one.hear() == steward.Told([], 0) and tool.poll() is None
     one.ended()
 
@@ -330,7 +337,7 @@ def test_a_launcher_that_is_slow_before_the_job_starts_is_waited_for(host):
 
 
 def test_a_silence_before_the_job_starts_is_not_held_against_it(monkeypatch, tmp_path):
-    job, words = [set(), set(), {os.getpid()}, {os.getpid()}, set()], [None, None, None, steward.Tell(), None]
+    job, words = [set(), set(), {os.getpid()}, {os.getpid()}, set()], [None, None, None, steward.Order()]
 
     class Slow:
         closed, heard_at = False, -math.inf
@@ -350,7 +357,7 @@ def test_a_silence_before_the_job_starts_is_not_held_against_it(monkeypatch, tmp
 def test_a_silent_launcher_is_a_lost_one(host):
     """Its connection still stands: its host has vanished."""
     one = host(config="on_launcher_loss: stop\n", patience_s=4.0)
-    one.say(steward.Alive())
+    one.say(steward.Order())
     job = one.start(SAYS_ITS_SIGNAL)
     assert job.communicate(timeout=LIMIT_S)[0] == "SIGHUP\n"
     one.ended()
@@ -358,4 +365,4 @@ def test_a_silent_launcher_is_a_lost_one(host):
 
 def test_words_that_are_not_ours_are_passed_over():
     assert steward.decode(b"Welcome to h1!\n") is None
-    assert steward.decode(steward.encode(steward.Stop(1.5))) == steward.Stop(1.5)
+    assert steward.decode(steward.encode(steward.Order(grace_s=1.5))) == steward.Order(grace_s=1.5)
