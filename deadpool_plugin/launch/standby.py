@@ -9,7 +9,6 @@ order in the environment. What the agent is told is how a process ended; what th
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import select
@@ -47,6 +46,7 @@ _CUDA_DEVICE = "/dev/nvidia-uvm"
 _CUDA_CONTROL = "/dev/nvidiactl"
 """There on every host with an NVIDIA driver."""
 _NICE = 10
+_PAUSE = b"\1"
 
 
 class Prewarm:
@@ -54,67 +54,46 @@ class Prewarm:
 
     It is never in the way of training: where a rank runs, the importing thread stands behind everything else. A module
     that initialises CUDA as it is imported takes it from every process forked afterwards: those look for that
-    (`cuda_is_lost`) and begin anew. Thread: the main one's, which calls `pause` before it forks and `resume` after.
+    (`cuda_is_lost`) and begin anew. Thread: the main one, which calls `pause` before it forks and `resume` after.
     """
 
     def __init__(self) -> None:
-        self._pipe = -1
-        self._heard = b""
-        self._names: deque[str] = deque()
+        self.pipe: tuple[int, ...] = ()
+        """Both ends of that for the names; none if nobody needs them any more."""
+        self._names: deque[str] | None = None
         self._pausing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._has_names = self._in_the_way = False
 
-    @property
-    def pipes(self) -> list[int]:
-        """The descriptors that become readable when `begin` should be called."""
-        return [self._pipe] if self._pipe >= 0 else []
+    def pause(self) -> int:
+        """Stop importing; no thread is left. Blocks: for the one module that is being imported.
 
-    def ask(self, trains: bool) -> int:
-        """Return the descriptor for the names of the process about to be forked; -1 if nobody needs them any more.
-
-        Args: trains: it runs a rank, beside which the names will be imported.
+        Returns: the descriptor for the names of the process about to be forked; -1 if nobody needs them any more.
         """
-        self._close()
-        self._in_the_way, self._heard = trains, b""
-        if self._has_names:
-            return -1
-        self._pipe, tell = os.pipe()
-        return tell
-
-    def begin(self) -> None:
-        """Read names: some have come (or the process has ended without telling them). Blocks: never."""
-        piece = os.read(self._pipe, 1 << 16)
-        self._heard += piece
-        self._has_names = self._heard.endswith(END_OF_NAMES)
-        if self._has_names or not piece:
-            self._close()
-        if self._has_names:
-            self._names.extend(self._heard.removesuffix(END_OF_NAMES).decode().split("\n"))
-            self.resume()
-
-    def _close(self) -> None:
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
-
-    def resume(self) -> None:
-        if self._names and self._thread is None:
-            self._pausing.clear()
-            self._thread = threading.Thread(target=self._run, name="deadpool-prewarm")
-            self._thread.start()
-
-    def pause(self) -> None:
-        """Stop importing; no thread is left. Blocks: for the one module that is being imported."""
         if self._thread is not None:
             self._pausing.set()
             with contextlib.suppress(OSError):  # only a privileged process may hurry it up
                 os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, 0)
+            if self.pipe:
+                os.write(self.pipe[1], _PAUSE)
             self._thread.join()
-            self._thread = None
+            for fd in self.pipe:
+                os.close(fd)
+        self.pipe = os.pipe() if self._names is None else ()
+        return self.pipe[1] if self.pipe else -1
 
-    def _run(self) -> None:
-        if self._in_the_way:
+    def resume(self, trains: bool) -> None:
+        """Go on, in the process that has forked. `trains`: the other one runs a rank."""
+        self._pausing.clear()
+        self._thread = threading.Thread(target=self._run, args=(trains,), name="deadpool-prewarm")
+        self._thread.start()
+
+    def _run(self, trains: bool) -> None:
+        heard = b""
+        while self._names is None and not heard.endswith(_PAUSE):
+            heard += os.read(self.pipe[0], 1 << 16)
+            if END_OF_NAMES in heard:
+                self._names = deque(heard.partition(END_OF_NAMES)[0].decode().split("\n"))
+        if trains:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while self._names and not self._pausing.is_set():
             name, *call = self._names.popleft().split(":", 2)
@@ -130,16 +109,10 @@ class Standby:
     """Serves orders until the agent says it is over. `ending_s`: how long what was killed may take to end."""
 
     def __init__(
-        self,
-        connection: LocalConnection,
-        local_rank: int,
-        run: Run,
-        modules: Sequence[str],
-        ending_s: float = ENDING_S,
+        self, connection: LocalConnection, local_rank: int, run: Run, modules: Sequence[str], ending_s: float = ENDING_S
     ) -> None:
         self._connection, self._local_rank, self._run, self._modules = connection, local_rank, run, modules
-        self._ending_s = ending_s
-        self._pid = os.getpid()
+        self._ending_s, self._pid = ending_s, os.getpid()
         self._child = self._order = 0
         self._prewarm = Prewarm()
 
@@ -157,8 +130,7 @@ class Standby:
             except Exception as error:  # the script's to fail on
                 say(f"could not preload {name}: {error}", to=sys.stderr)
         while True:
-            waited = [self._connection.fileno(), self._signals[0], *self._prewarm.pipes]
-            readable, _, _ = select.select(waited, [], [])
+            readable, _, _ = select.select([self._connection.fileno(), self._signals[0]], [], [])
             if self._signals[0] in readable:
                 os.read(self._signals[0], 1 << 12)
                 for pid, exit_code in reaped():
@@ -166,8 +138,6 @@ class Standby:
                         self._child = 0
                         self._end_children()
                         self._connection.send(local.WorkerExited(self._order, exit_code))
-            if set(self._prewarm.pipes) & set(readable):
-                self._prewarm.begin()
             if self._connection.fileno() in readable:
                 self._hear()
 
@@ -193,18 +163,16 @@ class Standby:
         self._fork(message)
 
     def _end_children(self) -> None:
-        """End the forked process and what it started. One that a driver or file system does not let go would hold the
-        slot: leave the node. Blocks: until its memory is given back."""
+        """End the forked process and what it started. Blocks: until its memory is given back."""
         try:
             end_children(self._ending_s)
         except TimeoutError as error:
+            # One that a driver or file system does not let go would hold the slot: leave the node.
             self._connection.send(local.CannotEnd(str(error)))
             os._exit(1)
 
     def _fork(self, order: local.RunRank) -> None:
-        self._prewarm.pause()
-        tell = self._prewarm.ask(trains=not order.rehearses)
-        me = os.getpid()
+        tell, me = self._prewarm.pause(), os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
         self._order, self._child = order.order, os.fork()
@@ -214,16 +182,14 @@ class Standby:
                 signal.set_wakeup_fd(-1)
                 for number in (signal.SIGCHLD, signal.SIGTERM):
                     signal.signal(number, signal.SIG_DFL)
-                for fd in (*self._signals, *self._prewarm.pipes, self._connection.fileno()):
+                for fd in (*self._signals, *self._prewarm.pipe[:1], self._connection.fileno()):
                     os.close(fd)
                 self._run(order, tell)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(1)
-        if tell >= 0:
-            os.close(tell)
-        self._prewarm.resume()
+        self._prewarm.resume(trains=not order.rehearses)
 
 
 def cuda_is_lost() -> bool:
@@ -244,16 +210,15 @@ def main(script: list[str]) -> NoReturn:
     os.environ.setdefault(NVML_CHECK, "1")
     config = load(Path(os.environ["DEADPOOL_CONFIG"]))
     local_rank = int(os.environ["LOCAL_RANK"])
-    carry_out = functools.partial(become, config, local_rank, script)
     if _ORDER in os.environ:
-        carry_out(msgspec.json.decode(os.environ.pop(_ORDER), type=local.RunRank), -1)
+        become(config, local_rank, script, msgspec.json.decode(os.environ.pop(_ORDER), type=local.RunRank), -1)
 
     def run(order: local.RunRank, tell: int) -> None:
         if cuda_is_lost():  # do it without anything that was imported before the fork
             say("the import of a module initialised CUDA: this process imports everything again", to=sys.stderr)
             os.environ[_ORDER] = msgspec.json.encode(order).decode()
             os.execv(sys.executable, [sys.executable, "-u", "-m", "deadpool_plugin.launch.standby", *script])
-        carry_out(order, tell)
+        become(config, local_rank, script, order, tell)
 
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
     modules = config.preload if config.preload is not None else DEFAULT_PRELOAD

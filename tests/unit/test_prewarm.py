@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,38 +19,29 @@ from deadpool_plugin.launch.worker import tell_modules
 from deadpool_plugin.transport.unix import LocalConnection, listen_unix
 
 
-def heard_all(prewarm: Prewarm) -> None:
-    while prewarm.pipes:
-        prewarm.begin()
-    prewarm.pause()
+def told(prewarm: Prewarm, *beforehand: str) -> None:
+    """A forked process, which has a copy of the descriptor, tells its names: more than a pipe holds."""
+    tell = os.dup(prewarm.pause())
+    prewarm.resume(trains=False)
+    tell_modules(tell, beforehand)
 
 
 def test_the_names_are_had_once_although_somebody_else_holds_the_pipe():
     """The script may have forked (a DataLoader) before it told: there is no end of file then."""
     prewarm = Prewarm()
-    tell = prewarm.ask(trains=False)
-    held = os.dup(tell)
-    telling = threading.Thread(target=tell_modules, args=(tell,))  # more names than a pipe holds
-    telling.start()
-    heard_all(prewarm)
-    telling.join()
-    assert prewarm.ask(trains=False) == -1
-    os.close(held)
+    told(prewarm)
+    assert prewarm.pause() == -1
 
 
 def test_a_process_that_ended_without_a_word_is_asked_again():
     prewarm = Prewarm()
-    os.close(prewarm.ask(trains=False))
-    heard_all(prewarm)
-    again = prewarm.ask(trains=False)
+    assert prewarm.pause() >= 0
+    prewarm.resume(trains=False)
+    again = prewarm.pause()
     assert again >= 0
+    prewarm.resume(trains=False)
     os.write(again, b"json\ncut of")
-    os.close(again)
-    heard_all(prewarm)
-    last = prewarm.ask(trains=False)
-    assert last >= 0
-    os.close(last)
-    heard_all(prewarm)
+    assert prewarm.pause() >= 0
 
 
 def hello_of_a_forked_process(monkeypatch, tmp_path, lost):
@@ -91,14 +81,10 @@ def test_what_can_be_done_beforehand_is_done_after_the_imports_and_may_fail(monk
     done: list[object] = []
     monkeypatch.setattr(standby, "learned", done.append, raising=False)
     prewarm = Prewarm()
-    tell = prewarm.ask(trains=False)
-    calls = [f"{standby.__name__}:{name}:a=/b:c" for name in ("is_not_there", "learned")]
-    telling = threading.Thread(target=tell_modules, args=(tell, calls))
-    telling.start()
-    heard_all(prewarm)
-    telling.join()
+    told(prewarm, *(f"{standby.__name__}:{name}:a=/b:c" for name in ("is_not_there", "learned")))
+    prewarm.pause()
     while prewarm._names:  # it was paused before it got there
-        prewarm.resume()
+        prewarm.resume(trains=False)
         prewarm.pause()
     assert done == ["a=/b:c"]
 
