@@ -15,15 +15,13 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ..config import Config
 from ..errors import ConfigError, refusing
 from ..host import files, output
 
-if TYPE_CHECKING:
-    from ..config import Config
-
 SHM = Path("/dev/shm")
+PREFIX = "deadpool-"
 CONFIG = "config.yaml"
 SECRET = "secret"
 SECRET_BYTES_MIN = 16
@@ -36,13 +34,13 @@ def new_job() -> str:
 
 def folder_of(job: str) -> Path:
     """Name the job's folder, the same on all hosts: in the host's memory, never on a disk."""
-    return SHM / f"deadpool-{job}"
+    return SHM / f"{PREFIX}{job}"
 
 
 def job_of(config: str) -> str:
     """Name the job that the configuration file was put in place for; "" if it is a user's own."""
-    folder, prefix = Path(config).parent, "deadpool-"
-    return folder.name.removeprefix(prefix) if folder.parent == SHM and folder.name.startswith(prefix) else ""
+    folder = Path(config).parent
+    return folder.name.removeprefix(PREFIX) if folder.parent == SHM and folder.name.startswith(PREFIX) else ""
 
 
 def exit_code_file(config: str, node: int) -> Path:
@@ -71,7 +69,7 @@ def installed(job: str, config: str, secret: bytes = b"") -> Iterator[Path]:
 
 def secret_of(config: Config, path: str) -> bytes:
     """Return the secret that was put in place with the configuration `path`, else as `ensure_secret`."""
-    if beside := _secret_beside(path):
+    if beside := secret_beside(path):
         return ensure_secret(config.model_copy(update={"secret_file": beside}))
     is_new = not config.secret_path.exists()
     secret = ensure_secret(config)
@@ -81,13 +79,8 @@ def secret_of(config: Config, path: str) -> bytes:
     return secret
 
 
-def secret_files(config: Config, path: str) -> tuple[str, ...]:
-    """List where others find the job's secret: as long as it runs on this host, and where the user has it."""
-    beside = _secret_beside(path)
-    return (*([str(beside)] if beside else []), config.told_secret_file)
-
-
-def _secret_beside(config: str) -> Path | None:
+def secret_beside(config: str) -> Path | None:
+    """Find the secret that was put in place with the configuration file, for as long as the job runs on this host."""
     beside = Path(config).parent / SECRET
     return beside if job_of(config) and beside.exists() else None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import sys
 import threading
 import types
 from collections import deque
@@ -19,12 +21,11 @@ from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.workers import Workers
-from deadpool_plugin.agent.world import Job, Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.types import World
-from deadpool_plugin.launch.agent import run_agent
+from deadpool_plugin.launch import agent as program
 from deadpool_plugin.transport.unix import LocalPeer
 
 
@@ -206,15 +207,20 @@ def test_a_thread_that_a_file_system_holds_does_not_hold_the_agent(monkeypatch):
     async def reachable(*arguments):
         return "", ""
 
-    monkeypatch.setattr("deadpool_plugin.launch.agent.reachable", reachable)
-    monkeypatch.setattr("deadpool_plugin.launch.agent.Machine", lambda *arguments: None)
-    monkeypatch.setattr("deadpool_plugin.launch.agent.Agent", Held)
+    monkeypatch.setattr(program, "reachable", reachable)
+    monkeypatch.setattr(program, "Machine", lambda *arguments: None)
+    monkeypatch.setattr(program, "Agent", Held)
+    monkeypatch.setattr("deadpool_plugin.launch.job_files.secret_of", lambda *_: b"")
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "m"}
+    for name, value in {**place, "MASTER_PORT": "5", "DEADPOOL_CONFIG": "", "DEADPOOL_JOB_TAG": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     timer = threading.Timer(20.0, let_go.set)
     timer.start()
     try:
-        job = Job([], "", "", {})
-        code = run_agent(*cast(Any, (Place(0, 1, 1, "m", 5), Config(), b"", None, "", job)))
-        assert code == 86 and not let_go.is_set()
+        with pytest.raises(SystemExit) as ended:
+            program.serve(socket.socket(socket.AF_UNIX).detach())
+        assert ended.value.code == 86 and not let_go.is_set()
     finally:
         timer.cancel()
         let_go.set()
