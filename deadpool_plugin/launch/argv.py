@@ -20,16 +20,13 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 
-RUN = "deadpool_plugin.run"
-"""The module that the launcher starts."""
+RUN = "deadpool_plugin.run"  # the module that the launcher starts
 FLAG = "--deadpool-config"
 SECTION = "deadpool"
-DEEPSPEED_OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
-"""DeepSpeed's own argument, and the one of Hugging Face's TrainingArguments."""
+DEEPSPEED_OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")  # the last one is Hugging Face's
 RESTORED = ("adam", "adamw")
 """Names of `optimizer.type`, in lower case, whose classes adapters/deepspeed/optimizer.py supports."""
-LARGEST_BYTES = 1 << 20
-"""No configuration is larger."""
+LARGEST_BYTES = 1 << 20  # no configuration is larger
 
 
 class CommandLine(NamedTuple):
@@ -40,12 +37,9 @@ class CommandLine(NamedTuple):
 
 
 def activate() -> None:
-    """Become, in a plain process whose command line names our configuration, the supervisor that runs it again.
-
-    In a worker, or without a configuration: nothing.
-    """
+    """Become, in a plain process whose command line names our configuration, the supervisor that runs it again."""
     words = sys.argv[1:]
-    if "DEADPOOL_SOCKET" in os.environ:
+    if "DEADPOOL_SOCKET" in os.environ:  # a worker
         return
     with contextlib.suppress(ConfigError):  # `run` says what is wrong
         if len(take_flag(words)[0]) == len(words) and not named_config(words):
@@ -69,9 +63,9 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     """
     from .job_files import job_of  # which loads more than `activate` may
 
-    rest, config = take_flag(arguments)
-    launchers = launchers_words(rest)
-    rest = rest[len(launchers) :]
+    words, config = take_flag(arguments)
+    launchers = launchers_words(words)
+    rest = words[len(launchers) :]
     head = head_of(rest)
     if len(rest) < head or rest[head - 1].startswith("-"):
         found = f"{rest[0]} where the script should be" if rest else "no script on the command line"
@@ -110,30 +104,28 @@ def check_script(command: Sequence[str], directory: Path) -> None:
 
 def take_flag(words: Sequence[str]) -> tuple[list[str], str]:
     """Return the other words, and the file that `--deadpool-config` names, or "". Raises: ConfigError."""
-    arguments, rest, config = list(words), list[str](), list[str]()
-    while arguments:
-        argument = arguments.pop(0)
-        if argument == FLAG:
-            if not arguments:
+    rest, config, coming = list[str](), list[str](), iter(words)
+    for word in coming:
+        name, equals, file = word.partition("=")
+        if name == FLAG:
+            files = [file] if equals else [*itertools.islice(coming, 1)]
+            if not files:
                 raise ConfigError(f"{FLAG} is the last word", f"`{FLAG} FILE`", "name the file")
-            config.append(arguments.pop(0))
-        elif argument.startswith(FLAG + "="):
-            config.append(argument.partition("=")[2])
-        elif argument.startswith(("--deadpool", "-deadpool")) or (argument.startswith("--de") and _is_like(argument)):
+            config += files
+        elif word.startswith(("--deadpool", "-deadpool")) or (word.startswith("--de") and _is_like(name)):
             # Meant for us: a script that takes unknown options would train with the defaults.
-            raise ConfigError(f"the option {argument}", f"`{FLAG} FILE`", "correct its name")
+            raise ConfigError(f"the option {word}", f"`{FLAG} FILE`", "correct its name")
         else:
-            rest.append(argument)
+            rest.append(word)
     if len(config) > 1:
         raise ConfigError(f"{FLAG} is given {len(config)} times", "once at most", "remove all but one")
     return rest, config[0] if config else ""
 
 
-def _is_like(argument: str) -> bool:
+def _is_like(name: str) -> bool:
     from difflib import get_close_matches
 
-    name = argument.partition("=")[0].replace("_", "-")
-    return bool(get_close_matches(name, [FLAG], cutoff=0.9))  # --deepspeed-config is as similar as 0.69
+    return bool(get_close_matches(name.replace("_", "-"), [FLAG], cutoff=0.9))  # --deepspeed-config: 0.69
 
 
 # ---- DeepSpeed's configuration
@@ -162,14 +154,12 @@ def deepspeed_configs(words: Sequence[str]) -> list[str]:
 
     A script's own options and plain arguments may name one, too: those that end in `.json`, but for options that do not
     speak of a configuration. A plain argument behind a switch (`--bf16 ds.json`) passes for the switch's and is missed.
-    `--deepspeed` is also a switch, which something else follows.
     """
     found = []
     for before, word in zip(["", *words], words, strict=False):
-        option, equals, path = word.partition("=") if word.startswith("-") else (before, "=", word)
-        if not (equals and path):
-            continue
+        option, _, path = word.partition("=") if word.startswith("-") else (before, "=", word)
         speaks = not option.startswith("-") or "=" in option or "config" in option or "deepspeed" in option
+        # `--deepspeed` is also a switch, which something else follows.
         if (speaks and path.endswith(".json")) or (option in DEEPSPEED_OPTIONS and Path(path).is_file()):
             found.append(path)
     return found
@@ -186,10 +176,8 @@ def doubts(words: Sequence[str]) -> list[str]:
         optimizer = _read(path).get("optimizer")
         kind = optimizer.get("type") if isinstance(optimizer, dict) else None
         if isinstance(kind, str) and kind.lower() not in RESTORED:
-            said.append(
-                f"{path} has the optimizer {kind}, and only Adam and AdamW can be restored: unless the script brings "
-                "one of these itself, the job will end before it trains"
-            )
+            remedy = "unless the script brings one of these itself, the job will end before it trains"
+            said.append(f"{path} has the optimizer {kind}, and only Adam and AdamW can be restored: {remedy}")
     return said
 
 

@@ -18,18 +18,13 @@ from ..errors import ConfigError, refusing
 from ..host.machine import address_of
 from ..transport import linux
 
-REQUIRED = {"torch": (2, 9)}
-"""Oldest version that works; must be installed."""
-OPTIONAL = {"megatron-core": (0, 14), "deepspeed": (0, 18)}
-"""Oldest version that works, if installed."""
+REQUIRED = {"torch": (2, 9)}  # oldest version that works
+OPTIONAL = {"megatron-core": (0, 14), "deepspeed": (0, 18)}  # the same, if installed
 _HOW = "start it by `deepspeed --hostfile HOSTS --module deadpool_plugin.run SCRIPT ...`"
 
 
 def place_of(environ: Mapping[str, str] = os.environ) -> Place:
-    """Read where the launcher has put this process.
-
-    Raises: ConfigError if a variable is missing, they contradict each other, or the launcher cannot lose a host.
-    """
+    """Read where the launcher has put this process. Raises: ConfigError."""
     if "TORCHELASTIC_RUN_ID" in environ:
         raise ConfigError(
             "this process was started by torchrun (`accelerate launch` uses it, too), which ends or restarts every "
@@ -53,8 +48,7 @@ def place_of(environ: Mapping[str, str] = os.environ) -> Place:
             "the same number of slots on every host, ranks numbered host by host",
             "correct `slots` in the hostfile",
         )
-    address = environ.get("MASTER_ADDR", "")
-    if not address:
+    if not (address := environ.get("MASTER_ADDR", "")):
         raise ConfigError("MASTER_ADDR is not set", "the launcher's environment", _HOW)
     return Place(node, nodes_total, local_size, address, _number(environ, "MASTER_PORT"), local_rank)
 

@@ -42,11 +42,8 @@ and to end itself after us."""
 class Supervisor:
     """One local rank's supervisor; `run` never returns.
 
-    Args:
-        command: the user's script and its arguments.
-        config_path: handed on to agent and standby process as DEADPOOL_CONFIG, "" for the defaults.
-        standby: the program of the slot's standby process; a command line gets `command` appended.
-        agent: the agent's program, called with the descriptor it listens on (tests fork both from one process).
+    Args: command: the user's script and its arguments, appended to `standby` where that is a command line. agent: makes
+    its program of the descriptor that it listens on (tests fork both from one process).
     """
 
     def __init__(

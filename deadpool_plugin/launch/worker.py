@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import functools
 import os
+import re
 import runpy
 import sys
 import traceback
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
     from ..worker.context import Context
     from ..worker.mute import Mute
 
-END_OF_NAMES = b"\0"
-"""Said, because the end of file may never come: what the script forked before (a DataLoader) holds the pipe too."""
+END_OF_NAMES = b"\0"  # said, as the end of file may never come: what the script forked before holds the pipe, too
 
 
 def become(config: Config, local_rank: int, script: list[str], order: local.RunRank, tell: int) -> NoReturn:
@@ -61,10 +61,7 @@ def become(config: Config, local_rank: int, script: list[str], order: local.RunR
 
 
 def start_live(connection: LocalConnection, config: Config, order: local.RunRank, local_rank: int) -> Context:
-    """Become an active rank: wait until everyone's groups may be built, then be ready for the script.
-
-    Raises: SystemExit once the agent ends a process whose world was over before its script began.
-    """
+    """Become an active rank, ready for the script. Raises: SystemExit if its world is over before that."""
     from ..worker.starting import Starting
 
     context = _context(connection, config, local_rank)
@@ -117,12 +114,9 @@ def _context(connection: LocalConnection, config: Config, local_rank: int, rehea
     groups = Groups(config.recording_limit_mib * MIB, config.phase_timeout_s)
     link = AgentLink(connection, groups.generations)
     context = Context(link, groups, [MegatronAdapter(), DeepSpeedAdapter()], local_rank=local_rank)
-
-    def tell(text: str) -> None:
-        if rehearses:  # nobody sees its output, and the job is not protected before it is ready
-            link.event("Note", text=text)
-
-    extensions.install(tell)  # not with the adapter: DeepSpeed compiles before it initialises torch.distributed
+    # Not with the adapter: DeepSpeed compiles before it initialises torch.distributed. Of a rehearsal nobody sees the
+    # output, and the job is not protected before it is ready.
+    extensions.install((lambda text: link.event("Note", text=text)) if rehearses else (lambda text: None))
     context.install()
     link.start(context)
     context.offer_store()  # at once: if every process of the job is lost, nobody else has one
@@ -189,30 +183,22 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def spell_local_rank() -> None:
-    """Give a parser that knows only `--local-rank=N` (Megatron-LM's; torch's launchers say that) what launch.py says as
-    `--local_rank=N`. In a process that runs the user's script, once.
-    """
+    """Give parsers that know only `--local-rank=N` (Megatron-LM's) what launch.py says as `--local_rank=N`. Once."""
     original = argparse.ArgumentParser.parse_known_args
 
     @functools.wraps(original)
     def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None, **more: Any) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        known = self._option_string_actions
+        words, known = list(sys.argv[1:] if args is None else args), self._option_string_actions
         if "--local-rank" in known and "--local_rank" not in known:
-            given, meant = "--local_rank=", "--local-rank="
-            words = [meant + word.removeprefix(given) if word.startswith(given) else word for word in words]
+            words = [re.sub("^--local_rank=", "--local-rank=", word) for word in words]
         return original(self, words, namespace, **more)
 
     argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End this process now: abandoned communicators must not be destroyed (their destructors may hang).
-
-    What the script registered with atexit (loggers that flush) runs first if all is well.
-    """
     if exit_code == 0:
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # what the script has registered: loggers that flush
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)
+    os._exit(exit_code)  # abandoned communicators must not be destroyed: their destructors may hang
