@@ -44,16 +44,10 @@ def activate() -> None:
     with contextlib.suppress(ConfigError):  # `run` says what is wrong
         if len(take_flag(words)[0]) == len(words) and not named_config(words):
             return
-    os.execv(sys.executable, supervised(sys.orig_argv, len(sys.argv)))
-
-
-def supervised(original: list[str], script_words: int) -> list[str]:
-    """Turn `python OPTIONS SCRIPT ARGUMENTS...`, its last `script_words` words being the script and its arguments, into
-    `python OPTIONS -m deadpool_plugin.run SCRIPT ARGUMENTS...`."""
-    python, script = original[:-script_words], original[-script_words:]
+    python, script = sys.orig_argv[: -len(sys.argv)], sys.orig_argv[-len(sys.argv) :]
     if python[-1] == "-m":
         python, script = python[:-1], ["-m", *script]
-    return [*python, "-m", RUN, *script]
+    os.execv(sys.executable, [*python, "-m", RUN, *script])
 
 
 def parse(arguments: Sequence[str]) -> CommandLine:
@@ -135,14 +129,14 @@ def named_config(words: Sequence[str]) -> str:
     """Find our file that the DeepSpeed configuration among `words` names, or "". Raises: ConfigError."""
     found: dict[str, str] = {}
     for path in deepspeed_configs(words):
-        section = _read(path).get(SECTION)
-        if section is None:
-            continue
-        named = section.get("config") if isinstance(section, dict) else None
-        if not isinstance(named, str) or not named or set(section) != {"config"}:
-            expected = f'"{SECTION}": {{"config": FILE}}'
-            raise ConfigError(f'{path}: "{SECTION}" is {json.dumps(section)}', expected, "correct it")
-        found[named] = path
+        match _read(path).get(SECTION):
+            case None:
+                pass
+            case {"config": str(named), **others} if named and not others:
+                found[named] = path
+            case section:
+                expected = f'"{SECTION}": {{"config": FILE}}'
+                raise ConfigError(f'{path}: "{SECTION}" is {json.dumps(section)}', expected, "correct it")
     if len(found) > 1:
         several = f"the DeepSpeed configurations {' and '.join(found.values())} name {' and '.join(found)}"
         raise ConfigError(several, "one file in their deadpool sections", "remove all but one")
@@ -173,11 +167,10 @@ def doubts(words: Sequence[str]) -> list[str]:
     """Say what may end the job before it trains, as far as the DeepSpeed configurations among `words` tell."""
     said = [f"no file {path} here: the hosts must have it, or the script make it" for path in missing_configs(words)]
     for path in deepspeed_configs(words):
-        optimizer = _read(path).get("optimizer")
-        kind = optimizer.get("type") if isinstance(optimizer, dict) else None
-        if isinstance(kind, str) and kind.lower() not in RESTORED:
-            remedy = "unless the script brings one of these itself, the job will end before it trains"
-            said.append(f"{path} has the optimizer {kind}, and only Adam and AdamW can be restored: {remedy}")
+        match _read(path):
+            case {"optimizer": {"type": str(kind)}} if kind.lower() not in RESTORED:
+                remedy = "unless the script brings one of these itself, the job will end before it trains"
+                said.append(f"{path} has the optimizer {kind}, and only Adam and AdamW can be restored: {remedy}")
     return said
 
 

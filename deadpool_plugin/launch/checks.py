@@ -8,18 +8,17 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from importlib import metadata
 
+from ..agent.links import versions
 from ..agent.world import Place, check_headroom, check_hosts
 from ..config import Config
 from ..errors import ConfigError, refusing
 from ..host.machine import address_of
 from ..transport import linux
 
-REQUIRED = {"torch": (2, 9)}  # oldest version that works
-OPTIONAL = {"megatron-core": (0, 14), "deepspeed": (0, 18)}  # the same, if installed
+OLDEST = {"torch": (2, 9), "megatron-core": (0, 14), "deepspeed": (0, 18)}  # that work; only torch must be there
 _HOW = "start it by `deepspeed --hostfile HOSTS --module deadpool_plugin.run SCRIPT ...`"
 
 
@@ -91,9 +90,9 @@ def check_host(config: Config) -> None:
             tempfile.TemporaryFile(dir=path).close()
 
 
-def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:
+def check_versions(installed: Mapping[str, str] | None = None) -> None:
     """Raises: ConfigError for a package that is missing or too old, and a kernel that is."""
-    host = os.uname()
+    host, here = os.uname(), versions() if installed is None else installed
     watch, share = partial(linux.pidfd_open, os.getpid()), partial(linux.memfd_create, "check", linux.MFD_CLOEXEC)
     for name, call in (("pidfd_open", watch), ("memfd_create", share)):  # what processes do to each other
         with refusing(
@@ -102,16 +101,13 @@ def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:
             "upgrade the kernel, or let the container's seccomp profile allow it",
         ):
             os.close(call())
-    for package, oldest in {**REQUIRED, **OPTIONAL}.items():
+    for package, oldest in OLDEST.items():
         wanted = f"{package} {oldest[0]}.{oldest[1]} or newer"
-        try:
-            found = version_of(package)
-        except metadata.PackageNotFoundError:
-            if package in REQUIRED:
-                missing = f"{package} is not installed on {host.nodename}"
-                raise ConfigError(missing, wanted, f"install {wanted}") from None
+        if package not in here:
+            if package == "torch":
+                raise ConfigError(f"{package} is not installed on {host.nodename}", wanted, f"install {wanted}")
             continue
-        numbers = re.match(r"(\d+)\.(\d+)", found)
+        numbers = re.match(r"(\d+)\.(\d+)", here[package])
         if numbers is None or (int(numbers[1]), int(numbers[2])) < oldest:
-            installed = f"{package} {found} is installed on {host.nodename}"
-            raise ConfigError(installed, wanted, f"upgrade {package} on every host")
+            found = f"{package} {here[package]} is installed on {host.nodename}"
+            raise ConfigError(found, wanted, f"upgrade {package} on every host")

@@ -6,7 +6,9 @@ or has no last word is named, so that the scheduler can have it looked at.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from .. import events
@@ -33,20 +35,16 @@ class Fate:
     """The story of a job as its nodes tell it, each as far as it answers or its log says."""
 
     def __init__(self, told: Mapping[int, Iterable[events.Event]] | None = None) -> None:
-        self.hosts: dict[int, str] = {}
-        """The names that nodes gave themselves."""
-        self.codes: dict[int, int] = {}
-        """The exit codes of the agents that have ended."""
+        self.hosts: dict[int, str] = {}  # by the names that they gave themselves
+        self.codes: dict[int, int] = {}  # of the agents that have ended
         self.stops: list[events.JobStopped] = []
-        self.finished, self.tellers = set[int](), set[int]()
-        self.members = set[int]()
+        self.finished, self.tellers, self.members = set[int](), set[int](), set[int]()
         self.replaced, self.fenced = set[int](), set[int]()
         """The nodes that the job goes on without: by a plan, and by their own word."""
         self._losses: list[events.NodeLost] = []
         self._waits: list[events.WaitingForHost] = []
-        for said in (told or {}).values():
-            for event in said:
-                self.add(event)
+        for event in chain.from_iterable((told or {}).values()):
+            self.add(event)
         self.tellers = set(told or ())
 
     def add(self, event: events.Event) -> None:
@@ -74,17 +72,13 @@ class Fate:
                 self.stops.append(event)
 
     def outcome(
-        self,
-        hosts: Sequence[str] = (),
-        otherwise: int = FAILED,
-        may_run: str = UNREACHABLE,
-        by_logs: bool = False,
+        self, hosts: Sequence[str] = (), otherwise: int = FAILED, may_run: str = UNREACHABLE, by_logs: bool = False
     ) -> Outcome:
         """Conclude how a job ended that is over.
 
         Args: hosts: those of the hostfile. otherwise: the exit code if nobody says anything of the job. may_run: said
-            if all who answer have left the job, and others may go on; "" if they cannot. by_logs: what was told is
-            the nodes' logs, so that hosts without a last word in theirs are lost.
+        if all who answer have left the job, and others may go on; "" if they cannot. by_logs: what was told is the
+        nodes' logs, so that hosts without a last word in theirs are lost.
         """
         nodes, silent = range(len(hosts)), self.silent() if by_logs else set()
         found = self._finished() or self._stopped()
@@ -109,17 +103,14 @@ class Fate:
     def settled(self, running: Collection[int], nodes: int) -> bool:
         """Return whether the hosts that have not told cannot change what became of the job any more.
 
-        A host that is silent cannot, nor can one that the job went on without. After a verdict the others cannot if
-        those who gave it are more than half.
-
         Args: running: nodes whose hosts have said lately that the job's processes run there.
         """
         if self.ended() is None:
             return False
+        # Who is silent cannot, nor can a host that the job went on without; nor the others after a majority's verdict.
         left = set(range(nodes)) - self.tellers - self.removed
-        return left.isdisjoint(running) or (
-            not self.finished and len({event.node for event in self._verdicts}) > len(left)
-        )
+        by_majority = not self.finished and len({event.node for event in self._verdicts}) > len(left)
+        return by_majority or left.isdisjoint(running)
 
     def at_work(self) -> set[int]:
         """Find the nodes whose scripts go on after the training: nobody can know yet how they end."""
@@ -152,10 +143,9 @@ class Fate:
         left = self.codes.keys() | self.fenced
         if not members or members - left - self.replaced:
             return None
-        having: dict[str, list[str]] = {}
+        having = defaultdict[str, list[str]](list)
         for node in sorted(left & members):
-            word = f"left with {self.codes[node]}" if node in self.codes else "left"
-            having.setdefault(word, []).append(f"node {node}")
+            having[f"left with {self.codes[node]}" if node in self.codes else "left"].append(f"node {node}")
         how = ", ".join(f"{', '.join(nodes)} {word}" for word, nodes in having.items())
         found = f"the job is over, and no host says how it ended: {how}"
         return Outcome(FAILED, f"{found}; start again from the newest checkpoint")
@@ -167,8 +157,8 @@ class Fate:
             return set()
         generation, reason = verdicts[0].generation, verdicts[0].reason
         speakers = {event.node for event in verdicts if (event.generation, event.reason) == (generation, reason)}
-        losses = [one for one in self._losses if one.node in speakers and one.generation == generation]
-        return {node for event in losses for node in event.lost} - speakers
+        losses = (one.lost for one in self._losses if one.node in speakers and one.generation == generation)
+        return {*chain.from_iterable(losses)} - speakers
 
     def _is_waiting(self) -> bool:
         """Return whether a node waits for a host, in a generation that none newer than it has a verdict of."""

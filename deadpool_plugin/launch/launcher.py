@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
 
 from ..agent.links import versions
@@ -65,8 +66,7 @@ def launch(words: Sequence[str]) -> int:
             say(doubt)
         spares = config.spares if isinstance(config.spares, int) else len(config.spares)
         say(f"hosts that train: {hosts - spares} of {hosts}; spares: {spares}")
-        named, folder = request.config or "none, all defaults", config.output_dir.absolute()
-        say(f"configuration: {named}; output_dir: {folder}")
+        say(f"configuration: {request.config or 'none, all defaults'}; output_dir: {config.output_dir.absolute()}")
         if not request.hosts:  # nothing to carry anywhere, and its own exit code says it all
             os.execv(DEEPSPEED[0], [*DEEPSPEED, *request.deepspeed(request.config)])
         for name in ("ssh", "pdsh"):
@@ -91,8 +91,7 @@ class Launcher:
         self._interrupted, self._interrupted_at = 0, math.inf
         self._settled: Outcome | None = None
         self._unformed: Outcome | None = None
-        self._deadline = math.inf
-        """Until then hosts may end what is left of the job, and tell."""
+        self._deadline = math.inf  # until then hosts may end what is left of the job, and tell
 
     async def run(self) -> int:
         """Raises: ConfigError."""
@@ -152,16 +151,14 @@ class Launcher:
         if not isinstance(self._config.spares, int):
             spare_nodes(self._config.spares, [one.name for one in self._stewards])
 
-    async def _deepspeed(self) -> asyncio.subprocess.Process:
+    async def _deepspeed(self) -> Process:
         config = str(job_files.folder_of(self._job) / job_files.CONFIG)
         options = [os.environ.get("PDSH_SSH_ARGS_APPEND", ""), *keep_alive(self._config)]
         env = {**os.environ, proc.TAG: self._tag, "PDSH_SSH_ARGS_APPEND": " ".join(options).strip()}
-        return await asyncio.create_subprocess_exec(
-            *DEEPSPEED, *self._request.deepspeed(config), stdin=asyncio.subprocess.DEVNULL, env=env,
-            start_new_session=True,
-        )  # fmt: skip
+        words = [*DEEPSPEED, *self._request.deepspeed(config)]
+        return await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, env=env, start_new_session=True)
 
-    async def _follow(self, launched: asyncio.subprocess.Process) -> int:
+    async def _follow(self, launched: Process) -> int:
         """Wait for deepspeed and every steward; deepspeed's exit code, 0 or more."""
         running = asyncio.create_task(launched.wait())
         waited = {running, *(asyncio.create_task(one.listen()) for one in self._stewards)}
@@ -273,15 +270,13 @@ class Connection:
         self.ran_at, self.formed = -math.inf, False
         """When it said last that the job's processes run there, and whether they had formed the job's first world."""
         self.told: Told | None = None
-        self.over = False
-        """It has had its last word, or its connection has ended."""
-        self._ssh: asyncio.subprocess.Process | None = None
+        self.over = False  # it has had its last word, or its connection has ended
+        self._ssh: Process | None = None
 
     async def prepare(self, ssh: Sequence[str], prepare: Prepare) -> None:
         """Connect, hand over what the host needs; `problem` says why it is not ready."""
-        pipe = asyncio.subprocess.PIPE
         self._ssh = connection = await asyncio.create_subprocess_exec(
-            *ssh, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, limit=LINE_BYTES_MAX
+            *ssh, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, limit=LINE_BYTES_MAX
         )
         assert connection.stdin is not None and connection.stdout is not None and connection.stderr is not None
         self._stdin, self._stdout, self._stderr = connection.stdin, connection.stdout, connection.stderr

@@ -25,31 +25,26 @@ from ..host.output import say
 from .argv import FLAG, RUN, parse, take_flag
 
 _USE_PDSH = "use pdsh (the default): mpirun ends every process of a job when one host is lost"
-LAUNCHERS = {
+LAUNCHERS = {  # deepspeed's that a lost host would end -> what to do instead
     "slurm": "submit configs/slurm.sbatch, which starts one `deepspeed --no_ssh` per node",
     **dict.fromkeys(("openmpi", "mpich", "impi", "mvapich"), _USE_PDSH),
 }
-"""deepspeed's launchers that a lost host would end -> what to do instead."""
 _HOSTFILE = re.compile(r"-H|--hostf(i|il|ile)?(=|$)")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """`options`: deepspeed's own arguments; `command`: what our supervisors run; `config`: the file, or "".
+    """A job to start. `config`: the file, or ""."""
 
-    `hosts`: those the launcher starts ranks on, in the order of their node ids; empty: this one only, without ssh.
-    `slots`: name and slots of each host of the job; empty without a hostfile.
-    """
-
-    options: list[str]
-    command: list[str]
+    options: list[str]  # deepspeed's own arguments
+    command: list[str]  # what our supervisors run
     config: str
-    hosts: list[str] = []
+    hosts: list[str] = []  # those the launcher starts ranks on, by node; empty: this one only, without ssh
     ssh_port: int | None = None
     venv_script: str | None = None
-    slots: list[tuple[str, int]] = []
+    slots: list[tuple[str, int]] = []  # name and slots of each host of the job; empty without a hostfile
 
     def deepspeed(self, config: str) -> list[str]:
-        """The arguments for deepspeed, our module in front of the script and `config` behind it."""
+        """Make the arguments for deepspeed, our module in front of the script and `config` behind it."""
         return [*self.options, RUN, *self.command, *([FLAG, config] if config else [])]
 
 
@@ -59,21 +54,18 @@ def read(words: Sequence[str]) -> Request:
 
     rest, config = take_flag(words)
     args = runner.parse_args(rest)  # which would take our flag for its own, if it stood before the script
-    instead = LAUNCHERS.get(args.launcher.lower(), "")
-    python = "a Python script or module, which our processes run"
-    tuning = "tune with `deepspeed`, train with `deadpool launch`"
-    for wrong, found, expected, remedy in (
-        (instead, f"--launcher is {args.launcher}", "a launcher that outlives a host", instead),
-        (args.no_python, "--no_python starts a program that is not Python", python, "leave it out"),
-        (args.autotuning, "--autotuning starts many jobs", "one job", tuning),
-    ):
-        if wrong:
-            raise Unsupported(found, expected, remedy)
+    if instead := LAUNCHERS.get(args.launcher.lower()):
+        raise Unsupported(f"--launcher is {args.launcher}", "a launcher that outlives a host", instead)
+    if args.no_python:
+        python = "a Python script or module, which our processes run"
+        raise Unsupported("--no_python starts a program that is not Python", python, "leave it out")
+    if args.autotuning:
+        tuning = "tune with `deepspeed`, train with `deadpool launch`"
+        raise Unsupported("--autotuning starts many jobs", "one job", tuning)
     options = rest[: len(rest) - 1 - len(args.user_args)] + ([] if args.module else ["--module"])
-    user_args = [*args.user_args, *([FLAG, config] if config else [])]
-    script = [args.user_script, *user_args]
+    script = [args.user_script, *args.user_args, *([FLAG, config] if config else [])]
     if args.module:
-        script = user_args if args.user_script == RUN else ["-m", *script]
+        script = script[1:] if args.user_script == RUN else ["-m", *script]
     line = parse(script)
     slots = slots_of(args, runner, is_named=any(_HOSTFILE.match(word) for word in options))
     alone = args.no_ssh or not (len(slots) > 1 or (slots and args.force_multi))

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -66,9 +66,6 @@ class FoundJob(msgspec.Struct, frozen=True):
     config: str
     credentials: Credentials
     secret_file: Path
-
-
-# ---- finding it
 
 
 def find(wish: Wish) -> FoundJob:
@@ -162,9 +159,6 @@ async def _at_work(named: Sequence[files.ContactFile], credentials: Credentials)
     return sorted(there)
 
 
-# ---- ending it
-
-
 async def stop(job: FoundJob) -> list[str]:
     """End the job as Ctrl-C in its launcher does (exit code 130 everywhere); returns once no member is there any more.
 
@@ -205,9 +199,6 @@ def _names(hellos: Sequence[Hello]) -> list[str]:
     return [f"node {hello.node} ({hello.host})" for hello in hellos]
 
 
-# ---- joining it
-
-
 def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", RUN)) -> int:
     """Take part in the job until its end; its supervisors' exit code. Raises: ConfigError, TransportError."""
     job = find(wish)
@@ -219,7 +210,7 @@ def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", RUN))
         for _ in range(ATTEMPTS_MAX):
             node = asyncio.run(reserve(job))
             say(f"{os.uname().nodename} joins the job that {(*members, 'another host')[0]} is in, as node {node}")
-            environments = [environment(description, node, slot, os.environ) for slot in slots]
+            environments = [environment(description, node, slot) for slot in slots]
             exit_code = asyncio.run(play_launcher(commands, environments, description.directory))
             if exit_code != EXIT_TAKEN:
                 return exit_code
@@ -267,10 +258,11 @@ async def reserve(job: FoundJob) -> NodeId:
     for hello in job.description.hellos:
         try:
             answer = await ask(hello.control, job.credentials, Reserve(), ASK_S)
-            reserved: Reserved = expect(answer, Reserved, f"{hello.control[0]}:{hello.control[1]}")
-            return reserved.node
         except ConnectionClosed as error:
             reason = error
+        else:
+            reserved: Reserved = expect(answer, Reserved, "{}:{}".format(*hello.control))
+            return reserved.node
     raise TransportError(f"no member of the job can be reached from here: {reason}", remedy="check the network")
 
 
@@ -281,15 +273,13 @@ def supervisor_command(program: Sequence[str], description: JobDescription, loca
     return [*program, *said, *plain, FLAG, config]
 
 
-def environment(
-    description: JobDescription, node: NodeId, local_rank: int, environ: Mapping[str, str]
-) -> dict[str, str]:
+def environment(description: JobDescription, node: NodeId, local_rank: int) -> dict[str, str]:
     """Merge this host's variables, the job's exported ones where it has none, and the launcher's for one slot."""
     slots = description.hellos[0].local_size
     invitation = Invitation(description.job, tuple(hello.control for hello in description.hellos))
     return {
         **description.environment,
-        **environ,
+        **os.environ,
         "MASTER_ADDR": description.master_addr,
         "MASTER_PORT": str(description.master_port),
         "LOCAL_RANK": str(local_rank),

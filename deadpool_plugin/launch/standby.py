@@ -18,7 +18,6 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -34,17 +33,14 @@ from ..transport.unix import LocalConnection
 from .worker import END_OF_NAMES, become
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed")
-ENDING_S = 60.0
-"""Longer than a large process takes to give back what it has, on a device and in memory."""
+ENDING_S = 60.0  # longer than a large process takes to give back what it has, on a device and in memory
 _ORDER = "DEADPOOL_ORDER"
 Run = Callable[[local.RunRank, int], object]
 """The work of a forked process: gets the order, and a descriptor to tell what it has imported (-1: nobody asks)."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Set, it lets `torch.cuda.is_available()`, which many modules ask as they are imported, leave CUDA alone."""
-_CUDA_DEVICE = "/dev/nvidia-uvm"
-"""Open in a process that has initialised CUDA; NVML does not open it."""
-_CUDA_CONTROL = "/dev/nvidiactl"
-"""There on every host with an NVIDIA driver."""
+_CUDA_DEVICE = "/dev/nvidia-uvm"  # open in a process that has initialised CUDA; NVML does not open it
+_CUDA_CONTROL = "/dev/nvidiactl"  # there on every host with an NVIDIA driver
 _NICE = 10
 _PAUSE = b"\1"
 
@@ -208,8 +204,7 @@ def main(script: list[str]) -> NoReturn:
     """Entry point, also for a process that was forked instead of executed (the environment says the rest)."""
     die_with_parent()
     os.environ.setdefault(NVML_CHECK, "1")
-    config = load(Path(os.environ["DEADPOOL_CONFIG"]))
-    local_rank = int(os.environ["LOCAL_RANK"])
+    config, local_rank = load(os.environ["DEADPOOL_CONFIG"]), int(os.environ["LOCAL_RANK"])
     if _ORDER in os.environ:
         become(config, local_rank, script, msgspec.json.decode(os.environ.pop(_ORDER), type=local.RunRank), -1)
 

@@ -33,19 +33,16 @@ from .argv import RUN, check_script
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.5
-ALONE_POLL_S = 5.0
-"""Between looks at a job that goes on without its launcher: each is at every process of the host."""
+ALONE_POLL_S = 5.0  # between looks at a job without its launcher: each is at every process of the host
 PREPARE_S = 60.0
 LAUNCHERS_OWN = f"{proc.TAG}=launch.".encode()
 """In the environment of deepspeed's runner, pdsh and its ssh clients, where the launcher is on a host of the job: they
 name the folder, too, and are the launcher's to end."""
-_LAUNCH_PY = b"deepspeed.launcher.launch"
 
-FateEvent = (
+FateEvent = (  # what became of a job
     events.NodeJoined | events.NodeLost | events.SwapPlanned | events.NodeFenced | events.NodeEnded
     | events.JobFinished | events.JobStopped
 )  # fmt: skip
-"""The events that say what became of a job."""
 _KINDS = tuple(f'"event":"{kind.__name__}"'.encode() for kind in FateEvent.__args__)
 _fate: msgspec.json.Decoder[FateEvent] = msgspec.json.Decoder(FateEvent)
 
@@ -53,11 +50,7 @@ _fate: msgspec.json.Decoder[FateEvent] = msgspec.json.Decoder(FateEvent)
 # ---- what launcher and steward say
 
 
-class Word(msgspec.Struct, frozen=True, tag=True):
-    """Base of all messages."""
-
-
-class Prepare(Word, frozen=True):
+class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Launcher -> steward, first: what this host needs for the job."""
 
     job: str
@@ -68,38 +61,37 @@ class Prepare(Word, frozen=True):
     versions: dict[str, str]
 
 
-class Ready(Word, frozen=True):
+class Ready(msgspec.Struct, frozen=True, tag=True):
     """Steward -> launcher: all is in place, or `problem` says what is wrong."""
 
     host: str
     problem: str = ""
 
 
-class Order(Word, frozen=True):
-    """Launcher -> steward, several times within `patience_s`: what holds until the next one. `leave`: have the last
-    word even if the job has never been here. `grace_s`: end the job here, and kill what is left after it; None: let it
-    run."""
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """Launcher -> steward, several times within `patience_s`: what holds until the next one. `leave`: once the job is
+    not here, even if it never was. `grace_s`: end it, and kill what is left after so long; None: let it run."""
 
     leave: bool = False
     grace_s: float | None = None
 
 
-class Running(Word, frozen=True):
+class Running(msgspec.Struct, frozen=True, tag=True):
     """Steward -> launcher, several times within `silent_after_s` while processes of the job run on this host: one that
     stands still does not. `formed`: the job's first world has formed here."""
 
     formed: bool
 
 
-class Told(Word, frozen=True):
+class Told(msgspec.Struct, frozen=True, tag=True):
     """Steward -> launcher, last: the events of this host's node, and how many processes had to be killed."""
 
     events: list[FateEvent]
     killed: int
 
 
-Said = Prepare | Ready | Order | Running | Told
-_said: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
+Word = Prepare | Ready | Order | Running | Told
+_words: msgspec.json.Decoder[Word] = msgspec.json.Decoder(Word)
 
 
 def encode(word: Word) -> bytes:
@@ -107,9 +99,9 @@ def encode(word: Word) -> bytes:
     return b"\n" + msgspec.json.encode(word) + b"\n"
 
 
-def decode(line: bytes) -> Said | None:
+def decode(line: bytes) -> Word | None:
     with contextlib.suppress(msgspec.DecodeError):
-        return _said.decode(line)
+        return _words.decode(line)
     return None
 
 
@@ -123,10 +115,10 @@ class Ear:
 
     def __init__(self, fd: int) -> None:
         self._fd, self._rest = fd, b""
-        self._words: list[Said] = []
+        self._words: list[Word] = []
         self.closed, self.heard_at = False, time.monotonic()
 
-    def next(self, timeout_s: float) -> Said | None:
+    def next(self, timeout_s: float) -> Word | None:
         """Return the next word; None if none comes in time. Blocks: so long."""
         if not self._words:
             if self.closed:
@@ -157,8 +149,8 @@ def job_processes(folder: Path) -> dict[int, list[bytes]]:
 
 def supervisors(folder: Path) -> set[int]:
     """Find those of `job_processes` that pass a signal on to the job. launch.py names our module too."""
-    run, found = (b"-m", RUN.encode()), job_processes(folder)
-    return {pid for pid, words in found.items() if _LAUNCH_PY not in words and run in pairwise(words)}
+    run, found = (b"-m", RUN.encode()), job_processes(folder).items()
+    return {pid for pid, words in found if b"deepspeed.launcher.launch" not in words and run in pairwise(words)}
 
 
 class Steward:
@@ -169,8 +161,7 @@ class Steward:
         self._log = events.log_of(config.output_dir, node)
         self._log_begins = self._log.stat().st_size if self._log.exists() else 0  # it may hold earlier jobs
         self._seen = self._formed = False
-        self._known: dict[int, float] = {}
-        """Processes of the job -> their start times."""
+        self._known: dict[int, float] = {}  # processes of the job -> their start times
         self._report_at = 0.0
 
     def serve(self) -> Told:
@@ -226,14 +217,13 @@ class Steward:
             file = job_files.exit_code_file(str(self._folder / job_files.CONFIG), self._node)
             ended = events.NodeEnded(exit_code=int(file.read_text()), node=self._node)
             found = [ended] if ended.exit_code else [events.JobFinished(node=self._node), ended]
-        if self._log.exists():
-            with self._log.open("rb") as log:
-                log.seek(self._log_begins)
-                for line in log:
-                    # Most lines say nothing of the job's fate, and are not worth decoding.
-                    if line.endswith(b"\n") and any(kind in line for kind in _KINDS):
-                        with contextlib.suppress(msgspec.DecodeError):  # lines a full disk has cut off and joined
-                            found.append(_fate.decode(line))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._log.open("rb") as log:
+            log.seek(self._log_begins)
+            for line in log:
+                # Most lines say nothing of the job's fate, and are not worth decoding.
+                if line.endswith(b"\n") and any(kind in line for kind in _KINDS):
+                    with contextlib.suppress(msgspec.DecodeError):  # lines a full disk has cut off and joined
+                        found.append(_fate.decode(line))
         return found
 
 

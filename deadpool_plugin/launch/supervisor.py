@@ -35,8 +35,7 @@ STANDBY = (sys.executable, "-u", "-m", "deadpool_plugin.launch.standby")
 AGENT = (sys.executable, "-u", "-m", "deadpool_plugin.launch.agent")
 CONNECT_S = 60.0
 LEAVE_S = 5.0
-"""How long the agent has to answer that we were told to end (a script that handles that itself has its time before),
-and to end itself after us."""
+"""For the agent to answer that we were told to end (after a script that handles that), and to end itself after us."""
 
 
 class Supervisor:
@@ -61,7 +60,7 @@ class Supervisor:
         began = proc.start_time(launcher)
         self._job = f"{launcher}.{began}."  # what the tags of all workers of one launcher begin with
         self._tag = f"{self._job}{place.local_rank}."
-        self._socket = f"deadpool/{os.getuid()}/{launcher}/{began}"
+        self._socket = f"deadpool/{os.getuid()}/{self._job}"
         self._env = {**os.environ, "DEADPOOL_CONFIG": config_path, "DEADPOOL_SOCKET": self._socket}
         self._stops_with_launcher = load(config_path).on_launcher_loss == "stop"
         self._caught = [n for n in ending_signals() if n != signal.SIGHUP or self._stops_with_launcher]
@@ -71,8 +70,7 @@ class Supervisor:
         for number in self._caught:
             signal.signal(number, lambda *_: None)
         self._agent = self._standby = 0
-        self._agent_end = self._standby_end = -1
-        """The descriptors that become readable when these end."""
+        self._agent_end = self._standby_end = -1  # readable when these end
         self._connection: LocalConnection | None = None
         self._poll = select.poll()
         self._left_for, self._leave_by = 0, 0.0
@@ -137,8 +135,7 @@ class Supervisor:
                 if number in self._caught:
                     self._leave(number)
             elif fd == self._agent_end:
-                exit_code = self._reap_agent(None)
-                self._finish(exit_code or self._hear())
+                self._finish(self._reap_agent(0) or self._hear())
             elif fd == self._standby_end:
                 self._poll.unregister(fd)
                 os.close(fd)
@@ -182,21 +179,20 @@ class Supervisor:
         if self._connection is not None:
             self._connection.close()
         if self._agent:  # it ends by itself once all supervisors have closed their connections; if not, it is made to
-            for number in (None, signal.SIGTERM, signal.SIGKILL):
-                if number is not None:
-                    os.kill(self._agent, number)
+            for number in (0, signal.SIGTERM, signal.SIGKILL):
+                os.kill(self._agent, number)
                 if await_end(self._agent_end, LEAVE_S):
                     break
             self._reap_agent(number)
         sys.stdout.flush()
         os._exit(shell_code(exit_code))
 
-    def _reap_agent(self, sent: int | None) -> int:
+    def _reap_agent(self, sent: int) -> int:
         """Return its exit code. If a signal has ended it that we have not `sent`, only we are left to say so."""
         _, status = os.waitpid(self._agent, 0)
         self._agent = 0
         exit_code = os.waitstatus_to_exitcode(status)
-        if exit_code < 0 and sent is None:
+        if exit_code < 0 and not sent:
             how = described_exit(exit_code) + (" (out of memory? see dmesg)" if exit_code == -signal.SIGKILL else "")
             say(f"the agent of {os.uname().nodename} was {how}", to=sys.stderr)
         return exit_code

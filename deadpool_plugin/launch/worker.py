@@ -28,10 +28,11 @@ from ..errors import DeadpoolError, GenerationChanged
 from ..host.output import say
 from ..transport import linux
 from ..transport.unix import LocalConnection
+from ..worker.file_view import FileView
+from ..worker.mute import Mute
 
 if TYPE_CHECKING:
     from ..worker.context import Context
-    from ..worker.mute import Mute
 
 END_OF_NAMES = b"\0"  # said, as the end of file may never come: what the script forked before holds the pipe, too
 
@@ -44,7 +45,13 @@ def become(config: Config, local_rank: int, script: list[str], order: local.RunR
     connection.send(local.WorkerHello(local_rank, os.getpid(), order.rank, order.rehearses, order.order))
     try:
         if order.rehearses:
-            context = _rehearse(connection, config, local_rank)
+            read_end, write_end = os.pipe()
+            connection.send(local.RehearsalOutput(), [read_end])
+            os.close(read_end)
+            mute = Mute(write_end)  # only now: what goes wrong in there is said into the pipe, which somebody must read
+            rehearsal, _ = connection.recv()
+            assert isinstance(rehearsal, local.Recording), f"the agent answered {type(rehearsal).__name__}"
+            context = start_following(connection, config, rehearsal, local_rank, mute)
         else:
             context = start_live(connection, config, order, local_rank)
     except SystemExit as end:
@@ -76,24 +83,11 @@ def start_live(connection: LocalConnection, config: Config, order: local.RunRank
     return context
 
 
-def _rehearse(connection: LocalConnection, config: Config, local_rank: int) -> Context:
-    from ..worker.mute import Mute
-
-    read_end, write_end = os.pipe()
-    connection.send(local.RehearsalOutput(), [read_end])
-    os.close(read_end)
-    mute = Mute(write_end)  # only now: what goes wrong in there is said into the pipe, which somebody must read
-    rehearsal, _ = connection.recv()
-    assert isinstance(rehearsal, local.Recording), f"the agent answered {type(rehearsal).__name__}"
-    return start_following(connection, config, rehearsal, local_rank, mute)
-
-
 def start_following(
     connection: LocalConnection, config: Config, rehearsal: local.Recording, local_rank: int, mute: Mute
 ) -> Context:
     """Begin a spare's rehearsal of one rank: the groups answer from the rank's recording."""
     from ..worker import codec
-    from ..worker.file_view import FileView
     from ..worker.follow import Follow
 
     context = _context(connection, config, local_rank, rehearses=True)
@@ -163,8 +157,6 @@ def run_script(argv: list[str], context: Context, failed: Callable[[str], None])
         failed(f"the script called sys.exit({end.code!r})")
         return end.code if isinstance(end.code, int) else 1
     except DeadpoolError as error:
-        from ..worker.mute import Mute
-
         if Mute.active:  # into the rehearsal's own file
             say(str(error), to=sys.stderr)
         failed(str(error))  # the agent writes it into the rank's file; the job says it once for all ranks

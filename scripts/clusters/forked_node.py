@@ -164,7 +164,7 @@ class Host:
         node = asyncio.run(running_job.reserve(invitation))
         if node != self.index:
             raise RuntimeError(f"the job calls this host node {node}, expected {self.index}")
-        self._play_launcher(lambda slot: running_job.environment(invitation.description, node, slot, os.environ))
+        self._play_launcher(lambda slot: running_job.environment(invitation.description, node, slot))
 
     def _from_launcher(self, local_rank: int) -> dict[str, str]:
         """Return the variables that launch.py gives one child and not the others."""

@@ -34,7 +34,7 @@ def take_part(invitation: running_job.FoundJob, config: str) -> int:
     words = [word for word in job.command if not word.startswith("--local_rank=")]
     supervisor = [sys.executable, "-u", LAUNCH, "supervise", config]
     commands = [[*supervisor, f"--local_rank={local_rank}", *words] for local_rank in slots]
-    environments = [running_job.environment(job, node, slot, os.environ) for slot in slots]
+    environments = [running_job.environment(job, node, slot) for slot in slots]
     return asyncio.run(running_job.play_launcher(commands, environments, os.getcwd()))
 
 

@@ -422,7 +422,7 @@ def test_a_module_needs_no_file(folder):
     running_job.check(described(folder, command=["-m", "pkg.train", "--local_rank=0"]), "", ["-m", "pkg.train"])
 
 
-def test_commands_and_environment_of_a_slot(folder):
+def test_commands_and_environment_of_a_slot(folder, monkeypatch):
     job = described(folder)
     assert running_job.supervisor_command(["run"], job, 1, "/d.yaml") == [
         "run", "--local_rank=1", "s.py", "--lr", "1", "--deadpool-config", "/d.yaml"
@@ -430,7 +430,9 @@ def test_commands_and_environment_of_a_slot(folder):
     without = described(folder, command=["s.py"])
     command = running_job.supervisor_command(["run"], without, 1, "/d.yaml")
     assert command == ["run", "s.py", "--deadpool-config", "/d.yaml"]
-    env = running_job.environment(job, 6, 1, {"OMP_NUM_THREADS": "4", "RANK": "99", "PATH": "p"})
+    for name, value in {"OMP_NUM_THREADS": "4", "RANK": "99", "PATH": "p"}.items():
+        monkeypatch.setenv(name, value)
+    env = running_job.environment(job, 6, 1)
     assert (env["NCCL_X"], env["OMP_NUM_THREADS"], env["PATH"], env["RANK"]) == ("job", "4", "p", "13")
     assert checks.place_of(env).node == 6
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import subprocess
 import sys
-from importlib import metadata
 
 import pytest
 
@@ -14,7 +13,7 @@ from deadpool_plugin import run
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import checks
-from deadpool_plugin.launch.argv import parse, supervised
+from deadpool_plugin.launch.argv import activate, parse
 from deadpool_plugin.launch.job_files import ensure_secret, secret_of
 from deadpool_plugin.launch.worker import spell_local_rank
 
@@ -71,11 +70,21 @@ def test_wrong_command_lines(words):
         parse(words)
 
 
-def test_activate_runs_the_same_command_again():
-    run = ["-m", "deadpool_plugin.run"]
-    assert supervised(["py", "-u", "s.py", "-x"], 2) == ["py", "-u", *run, "s.py", "-x"]
-    assert supervised(["py", "s.py"], 1) == ["py", *run, "s.py"]
-    assert supervised(["py", "-u", "-m", "pkg", "-x"], 2) == ["py", "-u", *run, "-m", "pkg", "-x"]
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["py", "-u", "s.py"], ["py", "-u", "-m", "deadpool_plugin.run", "s.py"]),
+        (["py", "s.py"], ["py", "-m", "deadpool_plugin.run", "s.py"]),
+        (["py", "-u", "-m", "pkg"], ["py", "-u", "-m", "deadpool_plugin.run", "-m", "pkg"]),
+    ],
+)
+def test_activate_runs_the_same_command_again(monkeypatch, before, after):
+    flag, ran = ["--deadpool-config", "d.yaml"], []
+    monkeypatch.setattr(sys, "orig_argv", [*before, *flag])
+    monkeypatch.setattr(sys, "argv", [before[-1], *flag])
+    monkeypatch.setattr(os, "execv", lambda program, words: ran.append((program, words)))
+    activate()
+    assert ran == [(sys.executable, [*after, *flag])]
 
 
 def test_activate_costs_a_script_next_to_nothing():
@@ -143,24 +152,15 @@ def test_spares_that_leave_a_host_are_accepted():
 # ---- versions
 
 
-def versions(**known):
-    def version_of(package):
-        if package not in known:
-            raise metadata.PackageNotFoundError(package)
-        return known[package]
-
-    return version_of
-
-
 def test_versions():
-    checks.check_versions(versions(torch="2.9.0+cpu"))
-    checks.check_versions(versions(torch="2.9.0a0+145a3a7bda.nv25.10"))
-    checks.check_versions(versions(torch="3.0", deepspeed="0.18.1"))
+    checks.check_versions({"torch": "2.9.0+cpu"})
+    checks.check_versions({"torch": "2.9.0a0+145a3a7bda.nv25.10"})
+    checks.check_versions({"torch": "3.0", "deepspeed": "0.18.1"})
     for wrong in ({}, {"torch": "2.8.1"}, {"torch": "2.9", "deepspeed": "0.17.9"}, {"torch": "weird"}):
         with pytest.raises(ConfigError):
-            checks.check_versions(versions(**wrong))
+            checks.check_versions(wrong)
     with pytest.raises(ConfigError, match="megatron-core 0.13.1"):
-        checks.check_versions(versions(**{"torch": "2.13.0", "megatron-core": "0.13.1"}))
+        checks.check_versions({"torch": "2.13.0", "megatron-core": "0.13.1"})
 
 
 # ---- secret
