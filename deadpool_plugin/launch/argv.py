@@ -51,10 +51,7 @@ def activate() -> None:
 
 
 def parse(arguments: Sequence[str]) -> CommandLine:
-    """Split the arguments after the program's name. Raises: ConfigError.
-
-    Our flag may stand anywhere; launch.py's `--local_rank=N` goes behind the script, where scripts expect it.
-    """
+    """Split the arguments after the program's name. Raises: ConfigError."""
     from .job_files import job_of  # which loads more than `activate` may
 
     words, config = take_flag(arguments)
@@ -71,7 +68,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
             found = f"{FLAG} names {config}, the DeepSpeed configuration's {SECTION} section names {section}"
             raise ConfigError(found, "one file", "remove the flag or the section")
         config = config or section
-    return CommandLine(rest[:head] + launchers + rest[head:], config)
+    return CommandLine(rest[:head] + launchers + rest[head:], config)  # the launcher's where scripts expect them
 
 
 def head_of(command: Sequence[str]) -> int:
@@ -122,9 +119,6 @@ def _is_like(name: str) -> bool:
     return bool(get_close_matches(name.replace("_", "-"), [FLAG], cutoff=0.9))  # --deepspeed-config: 0.69
 
 
-# ---- DeepSpeed's configuration
-
-
 def named_config(words: Sequence[str]) -> str:
     """Find our file that the DeepSpeed configuration among `words` names, or "". Raises: ConfigError."""
     found: dict[str, str] = {}
@@ -159,14 +153,11 @@ def deepspeed_configs(words: Sequence[str]) -> list[str]:
     return found
 
 
-def missing_configs(words: Sequence[str]) -> list[str]:
-    return [path for path in deepspeed_configs(words) if not os.path.isfile(path)]
-
-
 def doubts(words: Sequence[str]) -> list[str]:
     """Say what may end the job before it trains, as far as the DeepSpeed configurations among `words` tell."""
-    said = [f"no file {path} here: the hosts must have it, or the script make it" for path in missing_configs(words)]
-    for path in deepspeed_configs(words):
+    paths, otherwise = deepspeed_configs(words), "the hosts must have it, or the script make it"
+    said = [f"no file {path} here: {otherwise}" for path in paths if not os.path.isfile(path)]
+    for path in paths:
         match _read(path):
             case {"optimizer": {"type": str(kind)}} if kind.lower() not in RESTORED:
                 remedy = "unless the script brings one of these itself, the job will end before it trains"

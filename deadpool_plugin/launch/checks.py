@@ -74,8 +74,7 @@ def check_place(place: Place, config: Config) -> None:
 
 
 def check_host(config: Config) -> None:
-    """Check this host's address and free memory, and that it can write to its directories, which are made if they are
-    absent. Raises: ConfigError."""
+    """Check this host's address, free memory and directories (made if they are absent). Raises: ConfigError."""
     if config.interface_address is not None:
         address_of(config.interface_address)
     check_headroom(config)

@@ -137,8 +137,7 @@ class Fate:
         return next((Outcome(one.exit_code, f"the job stopped: {one.reason}") for one in self._verdicts), None)
 
     def _abandoned(self, hosts: Iterable[int] = ()) -> Outcome | None:
-        """Find the end of a job that every member has left without a verdict. None if one has not, if nobody names
-        them, or if the job has not formed. `hosts`: the nodes of the hostfile, where it is known."""
+        """Find the end of a job that every member, and all of `hosts`, left without a verdict, if it formed."""
         members = self.members | (set(hosts) if self.hosts else set())
         left = self.codes.keys() | self.fenced
         if not members or members - left - self.replaced:

@@ -2,7 +2,7 @@
 
 The stewards carry configuration and secret to the hosts, end what is left there, and say what became of the job; the
 real launcher, in a session of its own, starts it.
-Rules of this file: nothing is started anywhere before every host is ready, and nothing is left where we can reach it;
+Rules of this file: nothing is started anywhere before every host is ready, and nothing is left where we can reach it.
 Ctrl-C ends this job and no other one (deepspeed's own handler ends every job of the user on these hosts). The secret
 goes over a steward's standard input only. Every wait but that for its last word ends with the connection, and ssh
 itself ends one whose other side is silent.
@@ -31,15 +31,14 @@ from ..host.output import say
 from ..host.proc import ending_signals
 from ..transport.sockets import allow_many_files
 from . import job_files
-from .argv import doubts, missing_configs
+from .argv import deepspeed_configs, doubts
 from .fate import FAILED, Fate, Outcome
 from .request import Request, understood
 from .running_job import check_unused
 from .steward import Order, Prepare, Ready, Running, Told, Word, decode, encode
 
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
-LAST_WORD_S = 10.0
-"""How much longer than a steward waits for the job's processes we wait for the steward."""
+LAST_WORD_S = 10.0  # how much longer than a steward waits for the job's processes we wait for the steward
 POLL_S = 0.5
 STANDING_STILL = 6
 """A host that says nothing for so many times `silent_after_s` stands still, although its sshd answers. What a script
@@ -52,8 +51,7 @@ LINE_BYTES_MAX = 64 << 20
 
 
 def launch(words: Sequence[str]) -> int:
-    """Run the job; its exit code. Raises: ConfigError, before anything was started: all that can be checked on this
-    host is, for elsewhere it would be found after minutes, and by each host."""
+    """Run the job; its exit code. Raises: ConfigError, before anything was started, for all this host can check."""
     try:
         request = understood(words)
         config = load(request.config)
@@ -121,7 +119,6 @@ class Launcher:
             one.say(order)
 
     def _end(self, grace_s: float) -> None:
-        """The stewards end the job; they have LAST_WORD_S longer than its processes."""
         self._give(Order(self._order.leave, grace_s))
         self._deadline = min(self._deadline, time.monotonic() + grace_s + LAST_WORD_S)
 
@@ -148,8 +145,7 @@ class Launcher:
         if wrong:
             expected, remedy = "all hosts of the hostfile ready", "mend these hosts, or remove them from the hostfile"
             raise ConfigError("; ".join(each), expected, remedy)
-        if not isinstance(self._config.spares, int):
-            spare_nodes(self._config.spares, [one.name for one in self._stewards])
+        spare_nodes(self._config.spares, [one.name for one in self._stewards])
 
     async def _deepspeed(self) -> Process:
         config = str(job_files.folder_of(self._job) / job_files.CONFIG)
@@ -186,7 +182,7 @@ class Launcher:
         if self._interrupted:
             return
         fate, hosts = self._fate(), self._request.hosts
-        has_formed = self._has_formed or fate.hosts or fate.finished
+        has_formed = any(one.formed for one in self._stewards) or fate.hosts or fate.finished
         # A host that has ended before the job formed keeps the others waiting for it: end them, too.
         if fate.tellers and not (has_formed or has_returned or self._unformed):
             ended = ", ".join(hosts[node] for node in sorted(fate.tellers))
@@ -201,10 +197,6 @@ class Launcher:
             self._settled = fate.outcome(hosts, 0)
             self._end(self._config.phase_timeout_s)
 
-    @property
-    def _has_formed(self) -> bool:
-        return any(one.formed for one in self._stewards)
-
     def _interrupt(self, number: int) -> None:
         """End the job: at once if it has not formed yet, or the second time. An outcome that is known stays."""
         again, self._interrupted = bool(self._interrupted), self._interrupted or number
@@ -214,7 +206,7 @@ class Launcher:
             said = f"interrupted after {self._settled.what}: ending the processes that are left"
         elif again:
             said = "interrupted again: killing what is left of the job"
-        elif not self._has_formed:
+        elif not any(one.formed for one in self._stewards):
             said = f"interrupted before the job has formed: ending it on {hosts} hosts"
         else:
             grace_s = self._config.phase_timeout_s
@@ -235,13 +227,11 @@ class Launcher:
             # whatever signal it was: hosts are told to end as by Ctrl-C, and their logs say so
             found = Outcome(128 + signal.SIGINT, f"interrupted ({signal.Signals(self._interrupted).name})", found.lost)
         if found.exit_code and not self._interrupted:
-            for path in missing_configs(self._request.command):
-                say(f"there is no file {path} where the job was launched; to do: correct the command")
+            for path in deepspeed_configs(self._request.command):
+                if not os.path.isfile(path):
+                    say(f"there is no file {path} where the job was launched; to do: correct the command")
         say(str(found))
         return found.exit_code
-
-
-# ---- the connection to a steward
 
 
 def keep_alive(config: Config) -> list[str]:

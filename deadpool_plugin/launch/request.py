@@ -68,8 +68,7 @@ def read(words: Sequence[str]) -> Request:
         script = script[1:] if args.user_script == RUN else ["-m", *script]
     line = parse(script)
     slots = slots_of(args, runner, is_named=any(_HOSTFILE.match(word) for word in options))
-    alone = args.no_ssh or not (len(slots) > 1 or (slots and args.force_multi))
-    hosts = [] if alone else [host for host, _ in slots]
+    hosts = [host for host, _ in slots] if (len(slots) > 1 or args.force_multi) and not args.no_ssh else []
     return Request(options, line.command, line.config, hosts, args.ssh_port, args.venv_script, slots)
 
 

@@ -92,12 +92,9 @@ def find(wish: Wish) -> FoundJob:
 
 
 def existing_secret(config: Config, members: Sequence[files.ContactFile] = ()) -> bytes:
-    """Read the secret of a job of `members`. It is never made here: a new one would be a wrong one.
-
-    Raises: ConfigError; TransportError if none of them answers.
-    """
+    """Read the secret of a job of `members`. Raises: ConfigError; TransportError if none of them answers."""
     path = config.secret_path
-    if os.path.exists(path):
+    if os.path.exists(path):  # it is never made here: a new one would be a wrong one
         return job_files.ensure_secret(config)
     hosts = asyncio.run(_at_work(members, Credentials(b"")))
     if members and not hosts:
@@ -113,9 +110,7 @@ def existing_secret(config: Config, members: Sequence[files.ContactFile] = ()) -
     )
 
 
-async def _described(
-    addresses: Sequence[tuple[Address, str]], credentials: Credentials, secret_path: Path
-) -> JobDescription:
+async def _described(addresses: list[tuple[Address, str]], credentials: Credentials, secret: Path) -> JobDescription:
     """Ask for the job's description. `addresses`: with the job that is to answer there. Raises: TransportError."""
     failures = []
     for address, job in addresses:
@@ -130,7 +125,7 @@ async def _described(
             failures.append(error.found)
             if len(failures) == len(addresses):
                 remedy = f"copy the secret from where the job was launched, or name the job's configuration by {FLAG}"
-                here = f"{error.found}, with the secret in {secret_path}"
+                here = f"{error.found}, with the secret in {secret}"
                 raise PeerRefused(here, "the job's secret and id", remedy, address=error.address) from error
         except TransportError as error:
             failures.append(str(error))
@@ -138,10 +133,8 @@ async def _described(
 
 
 def check_unused(config: Config, secret: bytes) -> None:
-    """Check that no job runs in the configuration's output_dir, whatever its secret is. Raises: ConfigError.
-
-    Hosts that do not answer count as gone. Blocks: at most ASK_S and a moment.
-    """
+    """Check that no job runs in the configuration's output_dir, whatever its secret is. Raises: ConfigError."""
+    # Hosts that do not answer within ASK_S count as gone.
     if hosts := asyncio.run(_at_work(files.published(config.output_dir), Credentials(secret))):
         raise ConfigError(
             f"output_dir {config.output_dir.absolute()} is that of a job that runs on {', '.join(hosts)}",
@@ -160,7 +153,7 @@ async def _at_work(named: Sequence[files.ContactFile], credentials: Credentials)
 
 
 async def stop(job: FoundJob) -> list[str]:
-    """End the job as Ctrl-C in its launcher does (exit code 130 everywhere); returns once no member is there any more.
+    """End the job as Ctrl-C in its launcher does (exit code 130 everywhere), and wait until no member is there.
 
     Returns: the hosts that gave no answer: lost, or out of reach from here (they hear of it from the others).
     Raises: TransportError if no member takes the request, or some are still there after STOP_LIMIT_S.
@@ -292,15 +285,10 @@ def environment(description: JobDescription, node: NodeId, local_rank: int) -> d
     }
 
 
-async def play_launcher(
-    commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], directory: str
-) -> int:
-    """Start one process per command in `directory` and wait for all; the first that fails ends the others.
-
-    Signals that should end us are passed on. Thread: the main one (the children live as long as it does).
-    """
-    children: list[asyncio.subprocess.Process] = []
-    exit_code = 0
+async def play_launcher(commands: list[list[str]], environments: list[dict[str, str]], directory: str) -> int:
+    """Run one process per command in `directory`; the first that fails ends the others, and signals are passed on.
+    Thread: the main one (the children live as long as it does)."""
+    children, exit_code = list[asyncio.subprocess.Process](), 0
 
     def tell(number: int) -> None:
         for child in children:

@@ -48,14 +48,13 @@ _PAUSE = b"\1"
 class Prewarm:
     """Imports what the first forked process imported, and does work that it names, so that later forks start warm.
 
-    It is never in the way of training: where a rank runs, the importing thread stands behind everything else. A module
-    that initialises CUDA as it is imported takes it from every process forked afterwards: those look for that
-    (`cuda_is_lost`) and begin anew. Thread: the main one, which calls `pause` before it forks and `resume` after.
+    Where a rank runs, the importing thread stands behind everything else. A module that initialises CUDA as it is
+    imported takes it from every process forked afterwards: those look for that (`cuda_is_lost`) and begin anew.
+    Thread: the main one, which calls `pause` before it forks and `resume` after.
     """
 
     def __init__(self) -> None:
-        self.pipe: tuple[int, ...] = ()
-        """Both ends of that for the names; none if nobody needs them any more."""
+        self.pipe: tuple[int, ...] = ()  # both ends of that for the names; none if nobody needs them any more
         self._names: deque[str] | None = None
         self._pausing = threading.Event()
         self._thread: threading.Thread | None = None

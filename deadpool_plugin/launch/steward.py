@@ -47,9 +47,6 @@ _KINDS = tuple(f'"event":"{kind.__name__}"'.encode() for kind in FateEvent.__arg
 _fate: msgspec.json.Decoder[FateEvent] = msgspec.json.Decoder(FateEvent)
 
 
-# ---- what launcher and steward say
-
-
 class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Launcher -> steward, first: what this host needs for the job."""
 
@@ -129,9 +126,6 @@ class Ear:
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 self._words += [word for word in map(decode, lines) if word is not None]
         return self._words.pop(0) if self._words else None
-
-
-# ---- the job on this host
 
 
 def job_processes(folder: Path) -> dict[int, list[bytes]]:
@@ -245,8 +239,7 @@ def main() -> int:
     host = os.uname().nodename
     try:
         if differs := first_difference(versions(), prepare.versions):
-            package, here, there = differs
-            found = f"{package} is {here} here and {there} where it was launched"
+            found = "{} is {} here and {} where it was launched".format(*differs)
             raise ConfigError(found, "the same", "install it alike")
         checks.check_versions()
         check_script(prepare.command, Path.cwd())

@@ -26,7 +26,7 @@ from ..core import local
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError, present, shell_code
 from ..host import proc
 from ..host.output import say
-from ..host.proc import Program, described_exit, ending_signals, spawn
+from ..host.spawning import Program, ending_signals, spawn
 from ..transport.framing import ConnectionClosed
 from ..transport.linux import await_end, die_with_parent, pidfd_open
 from ..transport.unix import LocalConnection, listen_unix
@@ -193,6 +193,6 @@ class Supervisor:
         self._agent = 0
         exit_code = os.waitstatus_to_exitcode(status)
         if exit_code < 0 and not sent:
-            how = described_exit(exit_code) + (" (out of memory? see dmesg)" if exit_code == -signal.SIGKILL else "")
-            say(f"the agent of {os.uname().nodename} was {how}", to=sys.stderr)
+            memory = " (out of memory? see dmesg)" if exit_code == -signal.SIGKILL else ""
+            say(f"the agent of {os.uname().nodename} was {proc.described_exit(exit_code)}{memory}", to=sys.stderr)
         return exit_code

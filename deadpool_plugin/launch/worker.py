@@ -126,11 +126,9 @@ def tell_modules(pipe: int, beforehand: Iterable[str] = ()) -> None:
         return
     known = []
     for name, module in list(sys.modules.items()):
-        file = ""
         with contextlib.suppress(Exception):  # a module that imports as it is asked may raise anything
-            file = str(getattr(module, "__file__", None) or "")
-        if "site-packages" in file or name.startswith("deadpool_plugin."):
-            known.append(name)
+            if name.startswith("deadpool_plugin.") or "site-packages" in str(module.__file__):
+                known.append(name)
     with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "wb") as stream:
         stream.write("\n".join([*known, *beforehand]).encode() + END_OF_NAMES)
 
