@@ -41,7 +41,7 @@ DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 LAST_WORD_S = 10.0  # how much longer than a steward waits for the job's processes we wait for the steward
 POLL_S = 0.5
 STANDING_STILL = 6
-"""A host that says nothing for so many times `silent_after_s` stands still, although its sshd answers. What a script
+"""A host that says nothing for so many times `patience_s` stands still, although its sshd answers. What a script
 does after the training is ended there, so that a short pause of the host must not count."""
 CONNECT_S = 15
 READY_S = 120.0  # for imports from a file system that all hosts read at once, too
@@ -111,7 +111,7 @@ class Launcher:
     async def _keep(self) -> None:
         while True:
             self._give(self._order)
-            await asyncio.sleep(self._config.silent_after_s / 5)
+            await asyncio.sleep(self._config.patience_s / 5)
 
     def _give(self, order: Order) -> None:
         self._order = order

@@ -74,7 +74,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
 
 
 class Running(msgspec.Struct, frozen=True, tag=True):
-    """Steward -> launcher, several times within `silent_after_s` while processes of the job run on this host: one that
+    """Steward -> launcher, several times within `patience_s` while processes of the job run on this host: one that
     stands still does not. `formed`: the job's first world has formed here."""
 
     formed: bool
@@ -202,7 +202,7 @@ class Steward:
 
     def _launcher_is_gone(self) -> bool:
         # One that is only silent, before anything was started, may be slow.
-        is_silent = time.monotonic() - self._ear.heard_at > self._config.silent_after_s
+        is_silent = time.monotonic() - self._ear.heard_at > self._config.patience_s
         return self._ear.closed or (self._seen and is_silent)
 
     def _events(self) -> list[FateEvent]:

@@ -26,7 +26,7 @@ from ..core import local
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError, present, shell_code
 from ..host import proc
 from ..host.output import say
-from ..host.spawning import Program, ending_signals, spawn
+from ..host.proc import Program, ending_signals, spawn
 from ..transport.framing import ConnectionClosed
 from ..transport.linux import await_end, die_with_parent, pidfd_open
 from ..transport.unix import LocalConnection, listen_unix
@@ -57,8 +57,7 @@ class Supervisor:
         self._standby_program = standby if callable(standby) else [*standby, *command]
         launcher = os.getppid()
         die_with_parent(signal.SIGTERM, launcher)
-        began = proc.start_time(launcher)
-        self._job = f"{launcher}.{began}."  # what the tags of all workers of one launcher begin with
+        self._job = f"{launcher}.{proc.start_time(launcher)}."  # what the tags of all its workers begin with
         self._tag = f"{self._job}{place.local_rank}."
         self._socket = f"deadpool/{os.getuid()}/{self._job}"
         self._env = {**os.environ, "DEADPOOL_CONFIG": config_path, "DEADPOOL_SOCKET": self._socket}
