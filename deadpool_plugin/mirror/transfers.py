@@ -237,7 +237,7 @@ class _Peer:
 
 
 class BulkTransfers:
-    """Transfers between the stores of this node and of others. Thread: the event loop's only.
+    """Transfers between the stores of this node and of others (the simulator has its own). Thread: the event loop's.
 
     What waits for another node raises TransportError if it does not answer, RefusedByPeer if it says no. Nothing is
     tried again. What has begun goes on if its caller is cancelled. The server listens at `bind_host`.
