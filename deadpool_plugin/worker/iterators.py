@@ -41,9 +41,7 @@ def reading() -> Iterator[None]:
 
 
 class Item(NamedTuple):
-    """The item of one pull."""
-
-    kept: Kept
+    kept: Kept  # what one pull gave
     drew: tuple[dict[str, Any], dict[str, Any]] | None  # the random states before and after it, if it drew
     digest: int
 

@@ -211,7 +211,6 @@ class Values:
         return self._newest
 
     def load(self, values: ByModule) -> None:
-        """Let them be what `changed` gave."""
         for number in self.changed().keys() | values.keys():
             self._noted[number].load(values.get(number, {}))
 

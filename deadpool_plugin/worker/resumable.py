@@ -162,8 +162,6 @@ class Tape(RewindIterator):
 
 
 class Pass(RewoundByItself):
-    """One pass over a loader."""
-
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         tape.latest_pass = self
@@ -243,7 +241,6 @@ class Tapes(list[Tape]):
         return [tape.state() for tape in self]
 
     def load(self, states: Sequence[bytes | None]) -> None:
-        """Go on, in a newcomer, where the snapshot was taken."""
         invariant(len(states) == len(self), "the snapshot tells of other loaders than this script has made")
         for tape, state in zip(self, states, strict=True):
             tape.load(state)

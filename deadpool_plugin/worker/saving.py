@@ -349,5 +349,4 @@ def kill_tree(pid: int) -> None:
 
 
 def _of_threads(pid: int, name: str) -> list[bytes]:
-    """Read this file in /proc of each thread of `pid`; empty ones are left out."""
     return [said for thread in linux.threads(pid) if (said := linux.of_thread(thread, name, pid))]
