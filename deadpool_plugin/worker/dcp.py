@@ -13,7 +13,6 @@ import ctypes
 import inspect
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
@@ -63,12 +62,9 @@ class Save(FolderSave):
         self.path = "" if path is None else str(path)
         self.rank = dist.get_rank(given.get("process_group")) if dist.is_initialized() else 0
 
-    def __call__(self) -> Any:
-        began = time.monotonic()
+    def write(self) -> Any:
         self.begin_attempt()
-        value = self.write()
-        self._saves.written(self.path, began)
-        return value
+        return super().write()
 
 
 class AsyncSave(Save):
@@ -129,7 +125,7 @@ class ThreadFlight(Flight):
 
         executor.save_wrapper = save_wrapper
         try:
-            self._inner = self._save.write()
+            self._inner = SaveCall.write(self._save)
         except Exception as error:
             self.future.end(None, error)
             self._saves.drop(self)

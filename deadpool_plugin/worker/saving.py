@@ -49,6 +49,8 @@ class SaveCall(Call):
 
     name, kind = "", CallKind.SAVE
     gated = True  # it writes, so it begins when the step it would save is committed
+    path: str | None = None  # what is whole once it is written, for the agent; None: nothing is
+    whole = True  # a job may go on from there
 
     def __init__(self, saves: Saves, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = structure(dict(inspect.signature(function).bind(*args, **kwargs).arguments))
@@ -56,7 +58,11 @@ class SaveCall(Call):
         self._saves = saves
 
     def __call__(self) -> Any:
-        return self.write()
+        began = time.monotonic()
+        value = self.write()
+        if self.path is not None:
+            self._saves.written(self.path, began, whole=self.whole)
+        return value
 
     def write(self) -> Any:
         return self.function(**structure(self.kwargs))

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import inspect
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ def install(saves: Saves, calls: EngineCalls, engine_class: Any) -> None:
 class EngineSave(SaveCall):
     """A method of the engine that gathers weights, or saves them to `path`."""
 
-    path, whole = "", False  # whole: a job can go on from there
+    whole = False
 
     def __init__(
         self, calls: EngineCalls, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -51,12 +50,8 @@ class EngineSave(SaveCall):
         self._calls, self._engine = calls, args[0]
 
     def __call__(self) -> Any:
-        began = time.monotonic()
         with self._calls.inside(), _saving_beside():
-            value = self.write()
-        if self.path:
-            self._saves.written(self.path, began, whole=self.whole)
-        return value
+            return super().__call__()
 
 
 class WeightsSave(EngineSave):
