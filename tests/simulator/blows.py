@@ -42,14 +42,15 @@ class Flip(Loss):
 
 
 class Blows:
-    """How every kind of fault is done. `rules`: those of the network that were made for it, over or not."""
+    """How every kind of fault is done. `rules`: those of the network that were made for it, over or not; `duplicates`
+    among them."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.rules: list[Rule] = []
+        self.duplicates: list[Rule] = []
         self.blamed: set[NodeId] = set()
         self._blamed_all_until = 0.0
-        self.flips: list[Flip] = []
         self._mispairing: list[Mispairing] = []
         self.mispaired: Counter[Rank] = Counter()
         """How many processes of each rank have issued what their peers had not."""
@@ -88,7 +89,7 @@ class Blows:
     def stop(self) -> None:
         """Everything passes, but where there is a rift; newcomers that are to mispair still do."""
         self._blamed_all_until = 0.0
-        self.flips.clear()
+        self._cluster.network.flips.clear()
         self._cluster.network.rules.clear()
 
     # -- hosts -------------------------------------------------------------------------------------------------
@@ -208,6 +209,7 @@ class Blows:
 
     def _add(self, rules: list[Rule]) -> bool:
         self.rules += rules
+        self.duplicates += [rule for rule in rules if isinstance(rule, Duplicate)]
         self._cluster.network.rules.add(self._cluster.timeline.now, rules)
         return True
 
@@ -254,14 +256,11 @@ class Blows:
     def _flip(self, fault: Fault, node: Node) -> bool:
         """A control frame that fails its checksum ends its link; a bulk frame its transfer."""
         until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
-        self.flips.append(Flip(fault.kind, {node.number}, others, until, probability=fault.strength))
-        self.rules.append(self.flips[-1])
+        flip = Flip(fault.kind, {node.number}, others, until, probability=fault.strength)
+        self._cluster.network.flips.append(flip)
+        self.rules.append(flip)
         self._blame_everybody(until)
         return True
-
-    def flips_a_bit(self, source: NodeId, target: NodeId) -> bool:
-        now, rng = self._cluster.timeline.now, self._cluster.rng
-        return any(now < rule.until and not rule.judge(source, target, rng).copies for rule in self.flips)
 
     def _break(self, fault: Fault, node: Node) -> bool:
         others = self._others_up(node)

@@ -75,7 +75,7 @@ class Bulk:
                 raise ConnectionClosed(f"node {target.number} did not answer for {patience_s:g} s")
             waited_s += RETRY_S
             await asyncio.sleep(RETRY_S)
-        if self._cluster.flips_a_bit(source.number, target.number):
+        if network.flips_a_bit(source.number, target.number):
             raise ConnectionClosed("a frame fails its checksum")
         await asyncio.sleep(network.latency())
         if not target.runs:

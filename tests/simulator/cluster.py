@@ -25,7 +25,7 @@ from .groups import Group
 from .machine import Witness
 from .network import Network
 from .node import Node
-from .rules import Duplicate, Rules
+from .rules import Rules
 from .schedule import Scenario
 from .strikes import Strikes
 from .training import Reference, reference
@@ -81,7 +81,6 @@ class Cluster:
             for rank in range(self.ranks)
         }
         self.network = Network(self.timeline, Rules(self.rng), self.rng, scenario.latency_s)
-        self.network.on_segment = lambda source, target: not self.flips_a_bit(source, target)
         self.plans: dict[Generation, SwapPlan] = {}
         self.events: Counter[str] = Counter()
         self.checkers = Checkers(self)
@@ -180,14 +179,11 @@ class Cluster:
     def end_s(self) -> float:
         return 0.5 * self.rng.random()
 
-    def flips_a_bit(self, source: NodeId, target: NodeId) -> bool:
-        return bool(self.blows.flips) and self.blows.flips_a_bit(source, target)
-
     # -- what happens ------------------------------------------------------------------------------------------
 
     def copies(self, source: NodeId, target: NodeId) -> int:
         """How often a message is heard: more often than TCP allows, and as often as core must bear."""
-        rules = [rule for rule in self.blows.rules if isinstance(rule, Duplicate) and self.timeline.now < rule.until]
+        rules = [rule for rule in self.blows.duplicates if self.timeline.now < rule.until]
         return max([rule.judge(source, target, self.rng).copies for rule in rules], default=1)
 
     def broke(self, error: BaseException) -> None:
@@ -207,7 +203,7 @@ class Cluster:
     @property
     def nobody_watches(self) -> bool:
         """Return whether an input that nothing is done about need not be told (`stepped`)."""
-        return self._has_begun and self.transcript is None and not self.strikes.listens
+        return self._has_begun and self.transcript is None and not self.strikes.armed
 
     def stepped(self, node: Node, event: api.Input, actions: Sequence[api.Action]) -> None:
         """`node`'s controller has taken in `event` and answers `actions`, none of which is carried out yet."""
@@ -217,7 +213,7 @@ class Cluster:
             self._begin()
         if actions:
             self.checkers.stepped(node, event, actions)
-        if self.strikes.listens:
+        if self.strikes.armed:
             self.strikes.moment(f"Got {type(event).__name__}", node)
 
     def acted(self, node: Node, action: api.Action) -> None:

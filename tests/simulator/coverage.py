@@ -50,11 +50,13 @@ class Coverage:
 
     def sees(self, controller: Controller, event: api.Input) -> None:
         """`controller` is about to take in `event`."""
-        if isinstance(event, api.Ticked):
+        kind: type = type(event)
+        if kind is api.Ticked:
             self._ticks += 1
             if self._ticks & 7:
                 return
-        kind = type(event.message) if isinstance(event, api.Received) else type(event)
+        elif isinstance(event, api.Received):
+            kind = type(event.message)
         self.pairs[state_of(controller), kind.__name__] += 1
 
 

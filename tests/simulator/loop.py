@@ -98,6 +98,15 @@ class HostLoop(asyncio.AbstractEventLoop):
             if not self._has_turn and not self.paused:
                 self._turn()
 
+    def hear(self, work: Callable[[], None]) -> None:
+        """Do `work`, which comes from outside, and then what that makes ready, without a turn of its own."""
+        if self._has_turn or self.paused or self.gone:
+            work()
+            return
+        self._has_turn = True  # what is made ready asks for none
+        work()
+        self._turn()
+
     def _turn(self) -> None:
         """All that is ready now, and what that makes ready, as long as that is not too much at a time."""
         ready, self._has_turn = self._ready, True

@@ -18,7 +18,7 @@ import os
 import random
 import socket as real
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from deadpool_plugin.core.types import NodeId
@@ -26,7 +26,7 @@ from deadpool_plugin.transport import sockets
 
 from .clock import Timeline
 from .loop import HostLoop, simulated
-from .rules import PASS, Rules
+from .rules import PASS, Loss, Rules
 from .violation import Violation
 
 RETRY_S, RETRY_MAX_S = 0.2, 1.6
@@ -66,8 +66,8 @@ class Network:
         self.timeline, self.rules, self.rng = timeline, rules, rng
         self._latency_s = latency_s
         self.kernels: dict[NodeId, Kernel] = {}
-        self.on_segment: Callable[[NodeId, NodeId], bool] = lambda source, target: True
-        """Asked of each segment that arrives: False if it was changed on its way, which resets the connection."""
+        self.flips: list[Loss] = []
+        """Rules of which segments are changed on their way, not lost, which resets their connections."""
 
     def attach(self, node: NodeId, loop: HostLoop) -> Kernel:
         self.kernels[node] = kernel = Kernel(self, node, loop)
@@ -86,6 +86,10 @@ class Network:
         if self.kernels[source].dark or self.kernels[target].dark:
             return False
         return self.rules.judge(self.timeline.now, source, target).copies > 0
+
+    def flips_a_bit(self, source: NodeId, target: NodeId) -> bool:
+        now = self.timeline.now
+        return any(now < rule.until and not rule.judge(source, target, self.rng).copies for rule in self.flips)
 
     def between(self, a: NodeId, b: NodeId) -> list[Socket]:
         """The ends at `a` of the connections to `b`."""
@@ -195,9 +199,12 @@ class Wire:
             network.timeline.after(RETRY_S, self._check_ack)
 
     def _arrive(self) -> None:
-        target = self._sock.remote
-        while self._flight and self._flight[0][0] <= self._network.timeline.now:
-            target.take_in(self._flight.popleft()[1])
+        self._sock.remote.kernel.loop.hear(self._land)
+
+    def _land(self) -> None:
+        flight, target, now = self._flight, self._sock.remote, self._network.timeline.now
+        while flight and flight[0][0] <= now:
+            target.take_in(flight.popleft()[1])
 
     def cut_suffix(self) -> None:
         """Some of what is under way is lost with the connection."""
@@ -246,8 +253,12 @@ class Socket:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return bytes(self._data[:size])
 
+    @property
+    def sends(self) -> bool:
+        return self._error is None and not self.closed and not self._said_end
+
     def send(self, data: bytes) -> None:
-        if self._error is not None or self.closed or self._said_end:
+        if not self.sends:
             raise self._error or OSError(errno.EPIPE, os.strerror(errno.EPIPE))
         self.out.put(data)
 
@@ -372,15 +383,9 @@ class Socket:
             return
         if self._error is not None:
             return
-        if item is RESET:
-            self.fail(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
-        elif item is END:
-            self._has_ended = True
-            if self._transport is not None:
-                self._transport.ended()
-        else:
-            assert isinstance(item, bytes)
-            if not self.kernel.network.on_segment(self.remote.node, self.node):
+        network = self.kernel.network
+        if isinstance(item, bytes):
+            if network.flips and network.flips_a_bit(self.remote.node, self.node):
                 self.out.put(RESET)
                 self.fail(ConnectionResetError(errno.ECONNRESET, "a segment was changed on its way"))
                 return
@@ -388,6 +393,12 @@ class Socket:
                 self._transport.heard(item)
             else:
                 self._data += item
+        elif item is RESET:
+            self.fail(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
+        else:
+            self._has_ended = True
+            if self._transport is not None:
+                self._transport.ended()
         self._wake()
 
     def is_unanswered(self) -> None:
@@ -404,7 +415,7 @@ class Socket:
         self._wake()
 
     def end_writing(self) -> None:
-        if self._error is None and not self.closed and not self._said_end:
+        if self.sends:
             self._said_end = True
             self.out.put(END)
 
@@ -452,9 +463,8 @@ class Transport(asyncio.Transport):
             self._protocol.connection_lost(error)
 
     def write(self, data: Any) -> None:
-        if not self._lost:
-            with contextlib.suppress(OSError):  # which is told by `broke`
-                self._sock.send(bytes(data))
+        if not self._lost and self._sock.sends:  # else `broke` says why not
+            self._sock.out.put(bytes(data))
 
     def write_eof(self) -> None:
         self._sock.end_writing()

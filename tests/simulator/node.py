@@ -59,11 +59,20 @@ class Watched(Controller):
 
     def _carried_out(self, actions: Sequence[api.Action]) -> Iterator[api.Action]:
         """The agent goes on with the next action when the one before is carried out."""
-        node = self._node
+        node, cluster = self._node, self._cluster
         for action in actions:
-            node.about_to(action)
+            if isinstance(action, api.Reconfigure):
+                cluster.checkers.reconfigured(node, action.plan)
+            elif isinstance(action, api.Leave):
+                node.exit = (action.exit_code, action.reason)
+                cluster.checkers.left(node, action)
             yield action
-            node.done(action)
+            if isinstance(action, api.Emit):
+                cluster.said(node, action)
+            elif isinstance(action, api.Leave):
+                node.leave()
+            if cluster.strikes.armed:
+                cluster.acted(node, action)
             node.must_live()
 
 
@@ -86,7 +95,7 @@ class SimulatedAgent(Agent):
         super()._broke(error)
 
     def feed(self, event: api.Input) -> None:
-        if not (self._cluster.blows.rules and isinstance(event, api.Received)):
+        if not (self._cluster.blows.duplicates and isinstance(event, api.Received)):
             super().feed(event)
             return
         for _ in range(self._cluster.copies(event.sender, self._host_node.number)):
@@ -191,10 +200,10 @@ class Node:
         for process in self.processes.alive:
             process.end()
         self.runs = False
-        self._leave()
+        self.leave()
         self.cluster.stopped(self)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         if self.up:
             self.up = False
             self.cluster.gone(self)
@@ -208,24 +217,6 @@ class Node:
         """Raises: Killed, which nothing of a dead host catches."""
         if not self.runs:
             raise Killed
-
-    # -- what its agent does -----------------------------------------------------------------------------------
-
-    def about_to(self, action: api.Action) -> None:
-        checkers = self.cluster.checkers
-        if isinstance(action, api.Reconfigure):
-            checkers.reconfigured(self, action.plan)
-        elif isinstance(action, api.Leave):
-            self.exit = (action.exit_code, action.reason)
-            checkers.left(self, action)
-
-    def done(self, action: api.Action) -> None:
-        if isinstance(action, api.Emit):
-            self.cluster.said(self, action)
-        elif isinstance(action, api.Leave):
-            self._leave()
-        if self.cluster.strikes.listens:
-            self.cluster.acted(self, action)
 
     def finished(self, rank: Rank) -> None:
         process = self.processes.of(rank)

@@ -113,14 +113,16 @@ class Rules:
 
     def is_cut(self, now: float, source: NodeId, target: NodeId, for_s: float = 0.0, but: str = "") -> bool:
         """Return whether nothing at all passes now, nor has for `for_s`, by rules of any kind `but` one."""
-        return any(
-            isinstance(rule, Cut)
-            and rule.kind != but
-            and rule.since + for_s <= now < rule.until
-            and source in rule.sources
-            and target in rule.targets
-            for rule in self.in_force
-        )
+        for rule in self.in_force:
+            if (
+                isinstance(rule, Cut)
+                and rule.kind != but
+                and rule.since + for_s <= now < rule.until
+                and source in rule.sources
+                and target in rule.targets
+            ):
+                return True
+        return False
 
     def clear(self) -> None:
         """The faults stop, but for what is for good."""

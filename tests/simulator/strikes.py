@@ -38,7 +38,7 @@ class Strikes:
     def __init__(self, cluster: Cluster, faults: tuple[Fault, ...]) -> None:
         self._cluster = cluster
         self._waiting = list(faults)
-        self._armed: list[Armed] = []
+        self.armed: list[Armed] = []
         self._under_way = 0
         self.struck: Counter[str] = Counter()
 
@@ -47,7 +47,7 @@ class Strikes:
     @property
     def over(self) -> bool:
         """Every fault has struck and none lasts on."""
-        return not (self._waiting or self._armed or self._under_way)
+        return not (self._waiting or self.armed or self._under_way)
 
     @property
     def effects(self) -> Counter[str]:
@@ -56,34 +56,30 @@ class Strikes:
         found.update(rule.kind for rule in self._cluster.blows.rules if rule.effects)
         return found
 
-    @property
-    def listens(self) -> bool:
-        return bool(self._armed)
-
     def reached(self, step: int) -> None:
         """Some rank has made `step` steps."""
-        for armed in [armed for armed in self._armed if armed.fault.at_step + STEPS <= step]:
+        for armed in [armed for armed in self.armed if armed.fault.at_step + STEPS <= step]:
             self._late(armed)
         for fault in [fault for fault in self._waiting if fault.at_step <= step]:
             self._waiting.remove(fault)
             if fault.moment:
                 armed = Armed(fault)
-                self._armed.append(armed)
+                self.armed.append(armed)
                 self._cluster.timeline.after(PATIENCES * self._cluster.timing.silent_after_s, self._late, armed)
             else:
                 self._soon(fault, None)
 
     def _late(self, armed: Armed) -> None:
-        if armed in self._armed:
-            self._armed.remove(armed)
+        if armed in self.armed:
+            self.armed.remove(armed)
             self._soon(armed.fault, None)
 
     def moment(self, name: str, actor: Node) -> None:
         """`name` has just happened at `actor`."""
-        for armed in [armed for armed in self._armed if armed.fault.moment == name]:
+        for armed in [armed for armed in self.armed if armed.fault.moment == name]:
             armed.seen += 1
             if armed.seen >= armed.fault.nth:
-                self._armed.remove(armed)
+                self.armed.remove(armed)
                 self._soon(armed.fault, actor)
 
     def _soon(self, fault: Fault, actor: Node | None) -> None:
@@ -126,7 +122,7 @@ class Strikes:
     def stop(self) -> None:
         """Faults stop: whoever stands still wakes, and everything passes."""
         self._waiting.clear()
-        self._armed.clear()
+        self.armed.clear()
         self._cluster.blows.stop()
         for node in self._cluster.nodes.values():
             node.wake()
