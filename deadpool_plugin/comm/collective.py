@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..core.pairing import DTYPES, REDUCTIONS, Signature
+from ..core.signatures import DTYPES, REDUCTIONS, Signature
 from ..transport.flight_recorder import GroupRecord
 
 BATCH = "batch"
@@ -128,7 +128,7 @@ def note(record: GroupRecord, operation: Operation) -> None:
 
 
 def code_of(operation: Operation) -> int:
-    """The code of a collective (core/pairing.Signature)."""
+    """The code of a collective (core/signatures.Signature)."""
     name = OPERATIONS[operation.name]
     kind = _KINDS[name]
     dtype, size, reduction, root = "", 0, "", -1

@@ -1,6 +1,6 @@
 """The flight recorder of a rank: its collectives in each group, in memory that its agent reads while the process hangs.
 
-Rules of this file: the rank's process writes, the agent reads, nobody waits. A collective is one code (core/pairing)
+Rules of this file: the rank's process writes, the agent reads, nobody waits. A collective is one code (core/signatures)
 in a ring and three words before it; the third tells a reader that it has met the writer half-way. An area
 belongs to one generation. Groups that find no room are compared at cuts all the same, but nobody can name their calls.
 """
@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 
 from ..core.messages import GroupCalls
-from ..core.pairing import FACTOR, share
+from ..core.signatures import FACTOR, share
 from ..core.types import MASK, Generation, Step
 
 RECENT = 96

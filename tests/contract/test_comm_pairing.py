@@ -19,7 +19,7 @@ from support.zygote import in_zygote
 from deadpool_plugin.comm.collective import Operation, code_of
 from deadpool_plugin.comm.groups import host_store
 from deadpool_plugin.core.messages import RankCalls
-from deadpool_plugin.core.pairing import differences
+from deadpool_plugin.core.signatures import differences
 from deadpool_plugin.core.types import MASK
 from deadpool_plugin.transport.flight_recorder import AREA_BYTES, read_calls
 

@@ -12,7 +12,7 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from deadpool_plugin.core import local
-from deadpool_plugin.core.pairing import Signature
+from deadpool_plugin.core.signatures import Signature
 from deadpool_plugin.core.types import Generation, NodeId, Rank
 
 from .tasks import Signal

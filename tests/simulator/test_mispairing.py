@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from deadpool_plugin.core import api, events, local
-from deadpool_plugin.core.pairing import MISPAIRS, decoded
+from deadpool_plugin.core.pairing import MISPAIRS
+from deadpool_plugin.core.signatures import decoded
 from simulator.groups import MORE, ODD, SUM
 from simulator.schedule import Fault
 

@@ -13,7 +13,7 @@ import msgspec
 from deadpool_plugin.core import api
 from deadpool_plugin.core.events import StepCommitted
 from deadpool_plugin.core.messages import GroupCalls, Report, Status
-from deadpool_plugin.core.pairing import decoded
+from deadpool_plugin.core.signatures import decoded
 from deadpool_plugin.core.types import Checkpoint, Holding, NodeId
 
 BESIDES = ("sent_at", "heard", "certain")

@@ -10,7 +10,7 @@ import pytest
 from support import expect, present
 
 from deadpool_plugin.core.ledger import Ledger, RestorePoint
-from deadpool_plugin.core.pairing import Signature, decoded, first_difference, share
+from deadpool_plugin.core.signatures import Signature, decoded, first_difference, share
 from deadpool_plugin.core.types import MASK, Holding, World
 from deadpool_plugin.transport.flight_recorder import AREA_BYTES, RECENT, FlightRecorder, read_calls
 
