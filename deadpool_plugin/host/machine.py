@@ -145,6 +145,8 @@ class Machine:
         self.bulk = BulkTransfers(node, credentials, self.store, where[0], config)
         self.witness = SharedFolder(config.witness) if config.witness is not None else None
         self._memory = ThreadPoolExecutor(thread_name_prefix="deadpool-memory")
+        # Apart from the loop's own threads, in which names are looked up: storage that hangs may hold all of these.
+        self._storage = ThreadPoolExecutor(thread_name_prefix="deadpool-storage")
 
     def pipe(self, descriptor: int) -> Pipe:
         """Read what processes of the node print, from `descriptor`, which is the pipe's from now on."""
@@ -168,7 +170,7 @@ class Machine:
 
     async def at_files(self, work: Callable[[], T]) -> T:
         """Return what `work` does, which blocks for files that may be on shared storage: it may never return."""
-        return await asyncio.get_running_loop().run_in_executor(None, work)
+        return await asyncio.get_running_loop().run_in_executor(self._storage, work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Return what `work` does, which blocks for memory. If its caller is cancelled it goes on all the same."""

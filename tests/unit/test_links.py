@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import threading
 
 import pytest
 from support.hosts import local_node
@@ -14,8 +16,11 @@ from deadpool_plugin.agent.links import Links
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError, TransportError
 from deadpool_plugin.host import machine
-from deadpool_plugin.host.machine import reachable
+from deadpool_plugin.host.machine import Machine, reachable
+from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
+from deadpool_plugin.transport.sockets import connected, listen_tcp
+from deadpool_plugin.transport.tasks import begin
 
 
 class Met(Exception):
@@ -93,3 +98,27 @@ def test_another_network_of_the_frameworks_is_pointed_at():
         {"NCCL_SOCKET_IFNAME": "ib"},
     ):
         assert machine.other_network("192.168.3.4", environ, here) == ""
+
+
+def test_a_host_is_found_by_its_name_while_a_file_system_hangs(monkeypatch):
+    """The lost host may have been the one that served the files."""
+    for changes_this_process in ("reset_affinity", "allow_many_files"):
+        monkeypatch.setattr(machine, changes_this_process, lambda: None)
+    let_go = threading.Event()
+
+    async def scenario():
+        here = ("127.0.0.1", "127.0.0.1")
+        with socket.socket(socket.AF_UNIX) as local, listen_tcp("127.0.0.1") as there, contextlib.ExitStack() as ended:
+            host = Machine(0, here, Config(), Credentials(b""), local, "nobody's tag.")
+            ended.callback(host.processes.close)
+            ended.callback(host.output.close)
+            looks = [begin(host.at_files(let_go.wait)) for _ in range(100)]
+            await asyncio.sleep(0)
+            try:
+                async with asyncio.timeout(5.0):
+                    (await connected(("localhost", there.getsockname()[1]))).close()
+            finally:
+                let_go.set()
+                await asyncio.gather(*looks)
+
+    asyncio.run(scenario())
