@@ -275,12 +275,12 @@ class BulkTransfers:
             async with asyncio.timeout(self._silent_after_s) as dial:
                 peer.dials.add(dial)
                 sock, _ = await dialled(peer.address, self._credentials, wire.PURPOSE, self._node)
+            with closed_on_error(sock):
+                stream = BulkStream(sock, self._silent_after_s)
         except OSError as error:
             raise ConnectionClosed(f"no bulk connection to {peer.address}: {error!r}") from error
         finally:
             peer.dials.discard(dial)
-        with closed_on_error(sock):
-            stream = BulkStream(sock, self._silent_after_s)
         peer.streams.add(stream)
         if peer.closed:
             stream.cut()

@@ -572,7 +572,9 @@ def test_a_snapshot_goes_to_no_other_job(nodes: list[Node]) -> None:
     assert push(a.peers[0], 0, 3)[0]
 
 
-def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
+def test_a_silent_peer_a_dead_peer_and_one_that_breaks_off_at_once(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b, _ = nodes
     a.stage(0, 3)
     with listen_tcp("127.0.0.1") as silent:  # accepts by its backlog, never answers
@@ -580,6 +582,15 @@ def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
         assert not ok and "no bulk connection" in reason and "TimeoutError" in reason
     ok, reason = push(a.peer_at(("127.0.0.1", free_port())), 0, 3)
     assert not ok and "no bulk connection" in reason
+    with pytest.raises(TransportError, match="no bulk connection"):
+        a.peers[-1].get_recording(0)
+
+    def broken(*arguments: object) -> None:
+        raise ConnectionResetError("broken off")
+
+    monkeypatch.setattr(wire, "tune", broken)
+    ok, reason = push(a.peer(b), 0, 3)
+    assert not ok and "no bulk connection" in reason and "failed here" not in reason
     with pytest.raises(TransportError, match="no bulk connection"):
         a.peers[-1].get_recording(0)
 
