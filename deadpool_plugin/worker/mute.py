@@ -119,8 +119,8 @@ class Mute:
         return original(file, mode, *args, **kwargs)
 
     def _change(self, original: Function, *args: Any, in_caches: bool = False, **kwargs: Any) -> Any:
-        path = args[0] if args else next(iter(kwargs.values()))
-        return None if self._is_kept(path, in_caches) else original(*args, **kwargs)
+        given = [*args[:1], *(kwargs[name] for name in ("path", "src", "name") if name in kwargs)]
+        return None if given and self._is_kept(given[0], in_caches) else original(*args, **kwargs)
 
     def _is_kept(self, path: Any, in_caches: bool = False) -> bool:
         """Return whether the caller's file is left as it is. `in_caches`: in compilers' too."""

@@ -8,6 +8,7 @@ import builtins
 import errno
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -249,6 +250,18 @@ def test_a_compiler_reads_what_it_has_just_written_to_its_cache(tmp_path, mute, 
     assert (cache / "ab" / "kernel").read_text() == "compiled"
     (tmp_path / "elsewhere").write_text("of the script")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_a_script_changes_may_be_named_in_any_order(tmp_path, mute):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "one").touch()
+    mute.keep_files()
+    shutil.rmtree(ignore_errors=True, path=kept)
+    os.replace(dst=tmp_path / "other", src=kept / "one")
+    os.makedirs(exist_ok=True, name=tmp_path / "made")
+    assert sorted(os.listdir(tmp_path)) == ["kept", "out"]
+    assert os.listdir(kept) == ["one"]
 
 
 def test_a_log_that_the_rank_appends_to_gets_nothing_from_start_up_and_goes_on_after_it(tmp_path, mute):
