@@ -14,9 +14,11 @@ from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-from deadpool_plugin.adapters.deepspeed.optimizer import Adam
+from deadpool_plugin.adapters.deepspeed.optimizer import Adam, LastingGradients
 from deadpool_plugin.adapters.deepspeed.state import EngineState
+from deadpool_plugin.config import Config
 from deadpool_plugin.errors import Divergence, Unsupported
+from deadpool_plugin.worker import codec
 
 
 @pytest.fixture
@@ -214,3 +216,20 @@ def test_modules_under_way_with_zero_3_are_not_remembered(engine):
     FWD_MODULE_STACK.append(torch.nn.Linear(1, 1))
     state.clean()
     assert before == FWD_MODULE_STACK
+
+
+def test_the_first_snapshot_of_a_large_model_with_zero_3_fits_into_its_header():
+    """None of its parameters has had a gradient by then."""
+    model = torch.nn.Module()
+    for number in range(20_000):
+        model.register_parameter(f"model_layers_31_mlp_experts_{number}_gate_proj_weight", torch.nn.Parameter())
+    optimizer = SimpleNamespace(partition_grads=lambda released, partitions: None, micro_step_id=0)
+    engine = SimpleNamespace(module=model, optimizer=optimizer, zero_optimization_stage=lambda: 3)
+    lasting = LastingGradients(engine)
+    assert len(codec.encode(lasting.without())) < Config.model_fields["header_kib"].default * 512
+    first, *others = model.parameters()
+    optimizer.partition_grads([first], [])
+    lasting.check()
+    newcomer = LastingGradients(engine)
+    newcomer.load(lasting.without())
+    assert newcomer.without() == list(range(1, 1 + len(others)))

@@ -181,13 +181,13 @@ class LastingGradients:
         self._ever |= self._now.keys()
         self._now = {}
 
-    def without(self) -> list[str]:
-        """Name the parameters that never had a gradient."""
-        return [name for parameter, name in self._trained.items() if parameter not in self._ever]
+    def without(self) -> list[int]:
+        """List the parameters that never had a gradient by number: names of all would fill a snapshot's header."""
+        return [number for number, parameter in enumerate(self._trained) if parameter not in self._ever]
 
-    def load(self, without: Sequence[str]) -> None:
+    def load(self, without: Sequence[int]) -> None:
         never = set(without)
-        self._ever, self._now = {one for one, name in self._trained.items() if name not in never}, {}
+        self._ever, self._now = {one for number, one in enumerate(self._trained) if number not in never}, {}
 
 
 def _has_part(parameter: Any) -> bool:
