@@ -55,7 +55,10 @@ class State(Protocol):
         """The tensors of `shard` hold the restored values: put back the scalars, in place, rebinding nothing."""
 
     def after_restore(self) -> None:
-        """Make what derives from the shard true again (16-bit parameters). Blocks: for all ranks, in the new groups."""
+        """Make what derives from the shard true again (16-bit parameters).
+
+        Blocks: it communicates in the groups of the new generation; every rank calls it.
+        """
 
 
 class Adapter(Protocol):

@@ -1,4 +1,4 @@
-"""What a rank's script asks of the framework, and the log of it since the oldest step that a swap may go back to.
+"""Calls of a rank's script to the framework, and their log since the oldest step that a swap may go back to.
 
 Rules of this file: a call is kept with all it needs to be done again with the same result: function and arguments,
 entry state (RNG, framework flags, scalars), and positions of data iterators. Segment s holds the calls after the cut of

@@ -171,7 +171,7 @@ class _Entries(filter):  # type: ignore[type-arg]
 
 
 class FileView(Looks):
-    """Those of a rehearsal's script, which hide until `lift` what the rank's `looks` (from `Looks.finish`) had not."""
+    """Looks of a rehearsal's script. Until `lift` they hide what the rank's own (`looks`, by `finish`) did not find."""
 
     def __init__(self, looks: list[Folder]) -> None:
         self.gone: list[str] = []  # files that the rank's listings showed and its start-up left, deleted since

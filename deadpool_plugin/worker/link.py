@@ -37,8 +37,8 @@ class JobEnded(Exception):
 class Orders(Protocol):
     """The agent's orders that are carried out at once, on the link's thread."""
 
-    def abort(self, generation: int) -> None: ...
-    def offer_store(self) -> None: ...
+    def abort(self, generation: int) -> None: ...  # announce it, and unblock the main thread
+    def offer_store(self) -> None: ...  # host another store, and send where
 
 
 class AgentLink:

@@ -25,7 +25,7 @@ from ..mirror.arena import SlotPair
 from . import codec
 from .link import AgentLink
 
-SLOW_S, SLOW_STEPS = 1.0, 5  # so many steps in a row that wait longer, and for more than half their time, are reported
+SLOW_S, SLOW_STEPS = 1.0, 5  # reported: steps in a row that each wait longer, and for more than half their time
 
 
 class Layout:

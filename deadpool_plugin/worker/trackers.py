@@ -22,7 +22,7 @@ from typing import Any
 
 from .patching import Function, PatchSet, when_imported
 
-# A rank's last step is looked for in so many newest event files, last records of each, and bytes at a CSV file's end.
+# Where a rank's last step is looked for: the newest event files, the last records of each, the bytes at a CSV's end.
 FILES_MAX, RECORDS_MAX, LINES_BYTES_MAX = 8, 4096, 65536
 _HEAD, _FOOT = struct.Struct("<QI"), 4
 
