@@ -88,7 +88,10 @@ def hook_agent(injector: Injector) -> None:
     from deadpool_plugin.mirror.transfers import BulkTransfers
 
     around(BulkTransfers, "_records", lambda self, job, last: push_under_way(injector, job))
-    around(Reports, "emit", lambda self, kind, **_: injector.strike_if_due(f"on:{kind}", 0, -1, os.getpid()))
+    around(
+        Reports, "emit",
+        lambda self, event: injector.strike_if_due(f"on:{type(event).__name__}", 0, -1, os.getpid()),
+    )  # fmt: skip
 
 
 def push_under_way(injector: Injector, job: Any) -> None:

@@ -9,11 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.stand_in import fake
+
+from deadpool_plugin import events
+from deadpool_plugin.agent.reports import Reports
+from deadpool_plugin.mirror.transfers import BulkTransfers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from clusters.forked_node import require_cuda_in_forks
-from faults import many
+from faults import hooks, many
 from faults.job import Job, Verdict
 from faults.plan import INJECTED, Kill
 
@@ -130,3 +135,12 @@ def test_a_card_that_forks_could_not_use_is_said(monkeypatch):
     initialised(False, cards=0)
     with pytest.raises(RuntimeError, match="torch sees 0 NVIDIA cards here; expected 2"):
         require_cuda_in_forks(2)
+
+
+def test_an_event_that_an_agent_reports_is_a_place_for_faults(monkeypatch):
+    monkeypatch.setattr(Reports, "emit", lambda self, event: None)
+    monkeypatch.setattr(BulkTransfers, "_records", lambda *arguments: [])
+    reached = []
+    hooks.hook_agent(fake(strike_if_due=lambda phase, *_: reached.append(phase)))
+    Reports.emit(object.__new__(Reports), events.SwapPlanned(restore_step=3))
+    assert reached == ["on:SwapPlanned"]
