@@ -32,9 +32,9 @@ from ..transport.tasks import loop_time
 from .node import LocalNode
 
 PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
-STARTS_APART = 6  # the part of `start_timeout_s` for which hosts wait for each other
+STARTS_APART = 6  # hosts wait for each other for this fraction of `start_timeout_s`, or for `decision_timeout_s`
 _JOIN_RETRY_S = 0.2
-ATTEMPT_S = 1.0  # in which each node at least has to answer a host that joins
+ATTEMPT_S = 1.0  # the least time a node is given to answer a host that joins
 _ARRIVAL_S = 10.0  # a newcomer that has not spoken by then keeps the next one waiting no longer
 
 

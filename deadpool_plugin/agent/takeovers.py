@@ -25,8 +25,8 @@ from .mirroring import Mirroring
 from .node import LocalNode, Process, Slot
 from .workers import Workers
 
-PULL_STEPS = 1024  # whose records one request asks for at most: each has a connection of its own
-CHUNK_STEPS = 64  # whose records one message to the process holds at most
+PULL_STEPS = 1024  # the most steps of records in one request, which has a connection of its own
+CHUNK_STEPS = 64  # the most steps of records in one message to the process
 DIFFERS_CODE = 1  # exit code of a job whose data cannot be read again
 SAY_MOVED_S = 10.0  # between two lines about a newcomer on its way
 _RETRY_S = 0.2

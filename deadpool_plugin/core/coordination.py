@@ -18,7 +18,9 @@ from .placement import rehearsals
 from .processes import AGAIN_WITHIN_STEPS
 from .types import NO_STEP, NodeId, Rank, Step, World, listed
 
-BEATS_MAX = 4  # per heartbeat interval: with one, a Status about a step would put off the next beat and what is certain
+# Per heartbeat interval. With only one, a Status about a step would delay the next beat, and with it what members are
+# certain of.
+BEATS_MAX = 4
 STALLS_MAX = 3  # which end the job, each at most AGAIN_WITHIN_STEPS after the one before
 
 

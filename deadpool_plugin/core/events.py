@@ -71,7 +71,9 @@ class SwapPlanned(Event, frozen=True):
 
 
 class StepsUndone(Event, frozen=True):
-    first: int  # of the committed steps that come again: a swap went back behind them, for more was lost than `copies`
+    """Committed steps, `first` to `last`, are done again: `copies` did not cover the loss, and the swap went back."""
+
+    first: int
     last: int
     reason: str = ""
 
@@ -85,7 +87,9 @@ class Unprotected(Event, frozen=True):
 
 
 class Mirrored(Event, frozen=True):
-    step: int = -1  # whose state of every rank is on `copies` other hosts
+    """Every rank's state of `step` is on `copies` other hosts."""
+
+    step: int = -1
     uncovered: tuple[int, ...] = ()  # the nodes that no spare can take: while there are any the job is not protected
     reason: str = ""  # why they are uncovered
     spares_left: int = -1  # hosts that stand by, -1 if that is not known
@@ -93,7 +97,9 @@ class Mirrored(Event, frozen=True):
 
 
 class Protected(Event, frozen=True):
-    step: int = -1  # that is mirrored, while a spare can take every node; until Mirrored or Unprotected says otherwise
+    """`step` is mirrored, and a spare can take every node; it stays so until Mirrored or Unprotected is emitted."""
+
+    step: int = -1
     spares_left: int = -1
 
 

@@ -202,7 +202,7 @@ def plan_swap(
         # Its coordinator may have died before it told anybody what was committed.
         newest = max(newest_committed, point.step)
         return NoSpare(f"{what} for lost node(s) {listed(lost_nodes)}", vacant, newest)
-    # Of the lowest surviving active node that offers one, else of a spare. A script that begins again needs none.
+    # The lowest surviving active node that offers a store hosts it, else a spare. A script that begins anew needs none.
     order = sorted(node for node in world.active if node in survivors) + [n for n in world.spares if n in survivors]
     store = next((stores[node] for node in order if stores.get(node)), "") if point.step != NO_STEP else ""
     return SwapPlan(after, point.step, lost_nodes, point.sources, store, lost_ranks, tuple(joined))

@@ -47,7 +47,7 @@ class StandbyHello(LocalMessage, frozen=True):
 
 
 class RunRank(LocalMessage, frozen=True):
-    rank: Rank  # as which a process, forked in the place of the one before, is to begin the script
+    rank: Rank  # of the process to fork, which begins the script or rehearses it; the one before is killed
     env: dict[str, str]  # is set before the user's script runs
     order: Count = 0  # how many this standby process was told to fork
     rehearses: bool = False

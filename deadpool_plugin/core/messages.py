@@ -41,7 +41,7 @@ class OfBallot(Message, frozen=True):
 
 
 class Report(OfGeneration, frozen=True):
-    """Member -> coordinator, on every change and at least once per heartbeat interval; so is its answer, Status."""
+    """Member -> coordinator, on every change and at least once per heartbeat interval."""
 
     holdings: tuple[Holding, ...] = ()  # everything this node can serve
     ready: tuple[Rank, ...] = ()  # in training in this generation, or restored into it
@@ -60,6 +60,8 @@ class Report(OfGeneration, frozen=True):
 
 
 class Status(OfGeneration, frozen=True):
+    """Coordinator -> every member, on every change and at least once per heartbeat interval."""
+
     committed: Step
     training: bool
     waiting: bool = False  # no spare is left for a loss: everyone holds what it has until a host joins
@@ -68,8 +70,10 @@ class Status(OfGeneration, frozen=True):
 
 
 class Start(Message, frozen=True):
-    world: World  # whose workers begin their script, says the coordinator to every member
-    store: str  # over which they may build their groups
+    """Coordinator -> every member: workers that begin their script may build their groups over `store`."""
+
+    world: World
+    store: str
 
 
 class Rehearse(OfGeneration, frozen=True):

@@ -268,7 +268,7 @@ class SnapshotStore:
             self._own[pair.rank] = pair
 
     def prepare_own(self, rank: Rank, header_bytes: int, payload_bytes: int) -> None:
-        """Make empty slots for a rank this node may take over: the first touch takes long. Raises: MemoryShortage."""
+        """Make empty slots for a rank this node may take over: first touch is slow. Raises, Blocks: as `make_own`."""
         with self._makers.setdefault(rank, threading.Lock()):
             self.put_back(self.maker.make(rank, header_bytes, payload_bytes))
 
