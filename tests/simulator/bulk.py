@@ -63,8 +63,11 @@ class Bulk:
         for node in nodes:
             self._turns.pop(node, None)
 
-    async def _cross(self, source: Node, target: Node) -> None:
-        """The time it takes bytes to get from node to node. Raises: TransportError."""
+    async def _cross(self, source: Node, target: Node, transfer_s: float = 0.0) -> None:
+        """The time it takes bytes to get from node to node, the last of them `transfer_s` after the first.
+
+        Raises: TransportError.
+        """
         network, patience_s, waited_s = self._cluster.network, self._cluster.config.patience_s, 0.0
         while True:
             if not target.runs and not network.kernels[target.number].dark:
@@ -77,7 +80,7 @@ class Bulk:
             await asyncio.sleep(RETRY_S)
         if network.flips_a_bit(source.number, target.number):
             raise ConnectionClosed("a frame fails its checksum")
-        await asyncio.sleep(network.latency())
+        await asyncio.sleep(network.latency() + transfer_s)
         if not target.runs:
             raise ConnectionClosed(f"node {target.number} is gone")
 
@@ -150,9 +153,8 @@ class Bulk:
         pair = store.begin_mirror(rank, step, generation, sent.pair.header_bytes, size)
         history = store.history(rank)
         known = min(history.last, step - 1) if history.first < step else -1
-        await self._cross(self._node, target)
-        await asyncio.sleep(self._cluster.transfer_s())
-        if not (self._node.runs and target.runs):
+        await self._cross(self._node, target, self._cluster.transfer_s())
+        if not self._node.runs:
             raise ConnectionClosed("the other end is gone")
         sums = frame_sums(sent.payload)
         try:
