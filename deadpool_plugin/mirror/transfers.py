@@ -379,8 +379,7 @@ class BulkTransfers:
         return await asyncio.shield(begin(asked()))
 
     async def get_recording(self, node: NodeId, rank: Rank) -> bytes:
-        [recording] = await self._ask(node, wire.GetRecording(rank), BulkStream.recv_records)
-        return recording
+        return await self._ask(node, wire.GetRecording(rank), BulkStream.recv_record)
 
     async def get_history(self, node: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
         """Ask `node` for the call records of first..last."""
@@ -391,7 +390,7 @@ class BulkTransfers:
 
         Raises: StaleGeneration once `generation` is over; the slot is then invalid, or as it was.
         """
-        [encoded] = await self._ask(source.header_node, wire.GetHeader(source.rank, step), BulkStream.recv_records)
+        encoded = await self._ask(source.header_node, wire.GetHeader(source.rank, step), BulkStream.recv_record)
         header, view = decode_header(encoded, source.rank, step), into.payload(step)
         if len(view) != header.payload_bytes:
             raise TransportError(f"slots of {len(view)} bytes for a payload of {header.payload_bytes} bytes")

@@ -235,6 +235,13 @@ class BulkStream:
             records += part.records
         return [*records, *part.records]
 
+    def recv_record(self) -> bytes:
+        """Receive the only record that the other end sends. Raises: as `expect`; CorruptFrame if it is not one."""
+        records = self.recv_records()
+        if len(records) != 1:
+            raise CorruptFrame(f"{len(records)} records from {self.address}", "one")
+        return records[0]
+
     def send_payload(self, view: memoryview, check: Callable[[Sums], None]) -> None:
         """Send a payload, and Sealed; or a Refusal, if `check` of its checksums raises, as this does then."""
         sums: Sums = ()

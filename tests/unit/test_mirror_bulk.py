@@ -656,6 +656,20 @@ def test_a_server_that_came_back_is_found_again(nodes: list[Node]) -> None:
     assert push(peer, 0, 4) == (True, "")
 
 
+def test_an_answer_of_no_record_or_of_two_is_a_fault_of_the_node_that_was_asked(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, _ = nodes
+    pair, peer, original = b.stage(0, 3), a.peer(b), BulkStream.send_records
+    b.store.recordings[0] = b"recording"
+    for times in (0, 2):
+        monkeypatch.setattr(BulkStream, "send_records", lambda self, one, n=times: original(self, [*one] * n))
+        with pytest.raises(TransportError, match=f"^{times} records from .*; expected one"):
+            peer.get_recording(0)
+        with pytest.raises(TransportError, match=f"^{times} records from"):
+            fetch(peer, 3, pair)
+
+
 def test_the_queue_is_bounded(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, _ = nodes
     monkeypatch.setattr(transfers, "QUEUE_MAX", 1)
