@@ -40,7 +40,7 @@ def absolute(path: Any, kwargs: dict[str, Any]) -> str | None:
 
 
 class Looks:
-    """What the script of a rank looks for in start-up: functions around those of Python, which note it. Thread: any."""
+    """Files that a rank's script looks for in start-up, noted by functions around those of Python. Thread: any."""
 
     def __init__(self) -> None:
         self._is_on = True

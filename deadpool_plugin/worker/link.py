@@ -42,7 +42,7 @@ class Orders(Protocol):
 
 
 class AgentLink:
-    """What the agent tells this worker, and `send` to it. Thread: main, but any for `send`, `event` and `wake`."""
+    """Messages of the agent, and `send` to it. Thread: main, but any for `send`, `event` and `wake`."""
 
     def __init__(self, connection: LocalConnection, generations: Generations) -> None:
         self._connection, self._generations = connection, generations

@@ -190,7 +190,7 @@ class _Noted:
 
 
 class Values:
-    """Those of `modules`, which are numbered from here on. `is_theirs` knows the attributes of the framework's own."""
+    """Plain values of `modules`, numbered from here on. `is_theirs` knows the attributes of the framework's own."""
 
     def __init__(self, modules: Iterable[torch.nn.Module], is_theirs: Callable[[str], bool] = lambda _: False) -> None:
         self._noted = [_Noted(module, is_theirs) for module in modules]
