@@ -54,7 +54,7 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes | bytearray, where:
 
 
 def _named(error: msgspec.MsgspecError, body: bytes | bytearray, kinds: Any) -> str:
-    with contextlib.suppress(msgspec.MsgspecError, IndexError, KeyError, TypeError):
+    with contextlib.suppress(msgspec.MsgspecError, AttributeError, IndexError, KeyError, TypeError):
         if (place := re.search(r"`\$\[(\d+)\]", str(error))) is not None:
             for kind in get_args(kinds) or (kinds,):
                 tag = kind.__struct_config__.tag

@@ -11,7 +11,8 @@ import pytest
 
 from deadpool_plugin.errors import ConfigError, PeerRefused, TransportError
 from deadpool_plugin.transport import rendezvous
-from deadpool_plugin.transport.handshake import Credentials
+from deadpool_plugin.transport.framing import put, take
+from deadpool_plugin.transport.handshake import Credentials, Listener
 from deadpool_plugin.transport.rendezvous import Hello, meet
 from deadpool_plugin.transport.sockets import (
     address_towards,
@@ -20,6 +21,7 @@ from deadpool_plugin.transport.sockets import (
     listen_tcp,
     remote_name,
 )
+from deadpool_plugin.transport.tasks import Tasks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -91,6 +93,27 @@ def test_a_wrong_secret_is_told_on_both_sides() -> None:
 def test_a_host_that_is_not_there_is_named() -> None:
     (error,) = asyncio.run(gather(free_port(), 2, (1, b"s", 0.1)))
     assert isinstance(error, TransportError) and "node 0 at 127.0.0.1" in str(error)
+
+
+@pytest.mark.parametrize("answer", [["_Table", []], [[0, "host0"]], 5])
+def test_a_first_host_of_another_version_is_told_from_one_that_is_not_there(answer: object) -> None:
+    async def tell(sock: socket.socket, peer: int) -> None:
+        with sock:
+            await take(sock, Hello)
+            await put(sock, answer)
+
+    async def scenario() -> None:
+        there = listen_tcp("127.0.0.1")
+        tasks, address = Tasks(), there.getsockname()[:2]
+        tasks.start(Listener(there, rendezvous.PURPOSE, Credentials(b"s"), 0, tell, lambda error: None).serve(tasks))
+        try:
+            await meet(2, address, hello(1), Credentials(b"s"), 10)
+        finally:
+            await tasks.end()
+            there.close()
+
+    with pytest.raises(TransportError, match="cannot be read: .*use one version on all hosts"):
+        asyncio.run(scenario())
 
 
 def test_two_hosts_with_one_node_id_are_told() -> None:
