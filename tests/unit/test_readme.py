@@ -61,6 +61,7 @@ def printed_commands(page):
         for command in "".join(found).split(" -- "):  # what netcluster.py is to run, too
             if re.match(rf"{entry}|\w+\.py", command):
                 ours = command.removeprefix("python ").replace("-m deadpool_plugin ", "deadpool ")
+                ours = ours.replace("HOST:PORT", "host:29500")  # a value that stands for itself would be refused
                 yield re.split(r" [>&#] ", ours)[0].split()
 
 
