@@ -68,9 +68,13 @@ class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def ranks_of(self, node: NodeId) -> tuple[Rank, ...]:
         return self._ranks.get(node, ())
 
+    @cached_property
+    def _racks(self) -> dict[NodeId, str]:
+        return {node: f"rack {rack}" for node, rack in self.racks}
+
     def rack_of(self, node: NodeId) -> str:
         """Name the unit that may fail as a whole with `node`: its rack, or itself alone."""
-        return next((f"rack {rack}" for member, rack in self.racks if member == node), f"node {node}")
+        return self._racks.get(node, f"node {node}")
 
     # Any two quorums share a member, so no generation has two worlds (ONE_WORLD_PER_GENERATION).
 
