@@ -17,6 +17,7 @@ import os
 import re
 import runpy
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -34,6 +35,7 @@ from ..worker.mute import Mute
 if TYPE_CHECKING:
     from ..worker.context import Context
 
+REASON_CHARS = 200  # of an error of several lines
 END_OF_NAMES = b"\0"  # said, as the end of file may never come: what the script forked before holds the pipe, too
 
 
@@ -169,7 +171,8 @@ def run_script(argv: list[str], context: Context, failed: Callable[[str], None])
 
 
 def _in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    text = f"{type(error).__name__}: {error}"
+    return textwrap.shorten(text, max(REASON_CHARS, len(text.partition("\n")[0])), placeholder=" ...")
 
 
 def spell_local_rank() -> None:

@@ -15,7 +15,7 @@ from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import checks
 from deadpool_plugin.launch.argv import activate, parse
 from deadpool_plugin.launch.job_files import ensure_secret, secret_of
-from deadpool_plugin.launch.worker import spell_local_rank
+from deadpool_plugin.launch.worker import _in_a_line, spell_local_rank
 
 
 def environment(rank=3, local_size=2, world=8, **more):
@@ -293,3 +293,12 @@ def test_a_parser_that_knows_neither_complains_as_ever(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         argparse.ArgumentParser().parse_args(["--local_rank=2"])
     assert "unrecognized arguments: --local_rank=2" in capsys.readouterr().err
+
+
+def test_an_error_of_several_lines_is_told_in_one_with_what_its_later_lines_say():
+    pydantic = "1 validation error for DeepSpeedZeroConfig\nstage\n  Input should be 0, 1, 2 or 3"
+    said = "ValueError: 1 validation error for DeepSpeedZeroConfig stage Input should be 0, 1, 2 or 3"
+    assert _in_a_line(ValueError(pydantic)) == said
+    long = "x " * 150
+    assert _in_a_line(ValueError(long + "end")) == f"ValueError: {long}end"  # a line by itself is told whole
+    assert len(_in_a_line(ValueError("once\n" + long))) <= 200
