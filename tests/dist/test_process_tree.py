@@ -18,6 +18,7 @@ def started(directory, **options):
     cluster = StubCluster(directory, 3, 2, *ALWAYS, **options)
     cluster.wait_for("a ready spare", lambda: cluster.events(events.SpareReady))
     cluster.wait_for("grandchildren", lambda: len(sleepers(cluster, 1)) == 4)
+    cluster.wait_for("a committed step", lambda: cluster.events(events.StepCommitted))  # else a loss is the end
     return cluster
 
 
@@ -76,7 +77,6 @@ def without_reader(tmp_path, policy, *nodes):
     """Started, and then nobody reads what these nodes say."""
     more = f"memory_headroom_gib: 0\non_launcher_loss: {policy}\n"
     cluster = started(tmp_path, piped=nodes, more=more)
-    cluster.wait_for("a committed step", lambda: cluster.events(events.StepCommitted))  # else a loss is the end
     for node in nodes:
         cluster.launchers[node].stdout.close()
     return cluster
