@@ -115,6 +115,13 @@ class Claimed(Input, frozen=True):
     plan: SwapPlan  # which the witness has for that generation, in answer to a Claim or Look
 
 
+class SpareCommandEnded(Input, frozen=True):
+    """A RunSpareCommand is over: its command has ended, or was ended for its time-out."""
+
+    failed: int  # of its hosts none is to come for so many
+    said: str  # why it has failed; else its last line of output
+
+
 class Action(msgspec.Struct, frozen=True):
     """Base of all that the agent is to do."""
 
@@ -175,6 +182,10 @@ class Claim(Action, frozen=True):
 
 class Look(Action, frozen=True):
     generation: Generation  # feed Claimed with the plan that the witness has for it, if it has one
+
+
+class RunSpareCommand(Action, frozen=True):
+    hosts: int  # that `spare_command` is to bring; feed SpareCommandEnded once, whatever becomes of it
 
 
 class Emit(Action, frozen=True):

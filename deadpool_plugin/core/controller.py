@@ -27,7 +27,7 @@ from .messages import AnyMessage, generation_of
 from .pairing import Pairing
 from .policy import Policy, Timing
 from .processes import Processes
-from .spares import JoinAttempt
+from .spares import JoinAttempt, SpareSupply
 from .swaps import Swaps
 from .types import EXIT_SIGNALLED, NEVER, Generation, NodeId, Rank, World
 
@@ -76,6 +76,7 @@ class Controller:
         self._partition = PartialPartition(self._ctx)
         self._self_fencing = SelfFencing(self._ctx)
         self._joining: JoinAttempt | None = None
+        self._supply = SpareSupply(self._ctx)
         self.phase = Phase.OUTSIDE
         self._early: list[api.Received] = []
         self._former: set[NodeId] = set()  # members of older generations: none is a candidate
@@ -150,6 +151,8 @@ class Controller:
                 ctx.resign(reason)
             case api.StopRequested(reason, exit_code):
                 ctx.stop(reason, exit_code)
+            case api.SpareCommandEnded():
+                self._supply.ended(event)
             case api.Claimed(plan):
                 self._swaps.claimed(plan)
             case _:
@@ -236,6 +239,7 @@ class Controller:
         self._processes.rehearsing.tick()
         if not ctx.ended and (reason := self._coordination.tick()):
             self._swaps.stuck(ctx.node, reason)
+        self._supply.tick()
         if ctx.now - self._reported_at >= ctx.timing.heartbeat_interval_s:
             ctx.note()
 
@@ -398,6 +402,7 @@ class Controller:
         before, self._joining = ctx.world, None
         self._pairing.judge_newcomers(plan)
         ctx.enter(message, asked_at)
+        self._supply.joined(len(plan.joined))
         self._former |= set(before.members) - set(ctx.world.members)
         for node in ctx.candidates.keys() & (ctx.world.positions.keys() | self._former):
             ctx.candidates.pop(node)

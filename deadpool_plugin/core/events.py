@@ -61,6 +61,28 @@ class WaitingForHost(Event, frozen=True):
     reason: str = ""  # why no spare is left; everyone holds its state until a host joins
 
 
+class SpareCommandStarted(Event, frozen=True):
+    hosts: int  # that the job lacks and `spare_command` is to bring
+    attempt: int = 1  # since a host has joined last
+
+
+class SpareCommandDone(Event, frozen=True):
+    said: str = ""  # its last line of output
+    limit_s: float = 0.0  # for so long its host may take to join
+
+
+class SpareCommandFailed(Event, frozen=True):
+    reason: str = ""  # why no host comes
+    retry_s: float = 0.0  # when it is run again
+
+
+class SpareCommandExhausted(Event, frozen=True):
+    """`spare_command` has brought no host in `attempts` within `window_s`, and is not run until they are past."""
+
+    attempts: int
+    window_s: float
+
+
 class SwapPlanned(Event, frozen=True):
     restore_step: int
     lost_nodes: tuple[int, ...] = ()

@@ -20,6 +20,9 @@ class Policy:
     wait_for_hosts: bool = False  # without a spare wait, holding everything, until a host joins; else the job ends
     witness: bool = False  # in a tie the half whose plan it keeps decides, instead of that with the first active node
     restarts_window_s: float = 3600.0  # losses longer ago than this do not count
+    spares: int = 0  # how many nodes stand by in a job that has all the hosts it was given
+    spare_command: bool = False  # there is one, which brings a host in the place of a lost one
+    spare_command_limit_s: float = 1800.0  # for so long its host may take to join once it has ended
 
 
 @dataclass(frozen=True)

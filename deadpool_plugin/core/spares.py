@@ -1,21 +1,25 @@
-"""A host that runs no rank: it asks the job to take it in, then rehearses what the coordinator tells it to.
+"""A host that runs no rank: it asks the job to take it in, then rehearses what the coordinator tells it to. And the
+command that brings one.
 
 Rules of this file: a host asks every member, each heartbeat, until it is in or there is no hope left. A member
 remembers who asks as long as the connection lasts; only the coordinator acts on it, and the host is nobody's voter.
 A slot has one task, the newest. A rehearsal that fails is ordered again, at once and then after pauses that double,
 within the same budget as a lost process; then the node gives up. What fails for want of a lost source does not count.
+Only the coordinator runs `spare_command`.
 """
 
 from __future__ import annotations
 
-from .api import StartRehearsal
+from .api import RunSpareCommand, SpareCommandEnded, StartRehearsal
 from .context import Context
-from .events import SpareReady
+from .events import SpareCommandDone, SpareCommandExhausted, SpareCommandFailed, SpareCommandStarted, SpareReady
 from .messages import AnyMessage, Decided, Goodbye, JoinRequest, Rehearse, Status, Verdict
 from .policy import Budget
 from .types import NEVER, NodeId, Rank
 
 REASON_MAX = 200  # characters: it goes into every report
+ATTEMPTS_MAX, ATTEMPTS_WINDOW_S = 10, 86400.0  # runs of spare_command within a day that bring no host
+RETRY_MAX_S = 600.0  # between two of them
 
 
 class JoinAttempt:
@@ -66,6 +70,75 @@ class JoinAttempt:
             case _:
                 return False
         return True
+
+
+class SpareSupply:
+    """The runs of `spare_command`, while the job has fewer hosts than it was given."""
+
+    def __init__(self, context: Context) -> None:
+        self._ctx = context
+        self._running = 0  # actions that have not been answered
+        self._expected = 0  # hosts that runs are to bring and that have not joined
+        self._expected_until = NEVER
+        self._retry_at = NEVER
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._attempt, self._exhausted = 0, False
+        self._attempts = Budget(ATTEMPTS_MAX, ATTEMPTS_WINDOW_S)
+
+    def tick(self) -> None:
+        """Run it for the hosts that are missing and that no earlier run is to bring."""
+        ctx = self._ctx
+        if not ctx.policy.spare_command:
+            return
+        if not ctx.leads:  # the first time that this node does, the one before it may just have run it
+            self._expected, self._retry_at = 0, ctx.now + ctx.timing.silent_after_s
+            return
+        if ctx.cut_off or (not ctx.waiting and (ctx.swapping or ctx.suspects)):
+            return  # who is lost is not decided, or not by this node
+        given = len(ctx.world.active) + ctx.policy.spares
+        missing = given - len(ctx.living) - len(ctx.joinable)
+        if self._expected and not self._running and ctx.now >= self._expected_until:
+            self._expected = 0
+            if missing > 0:
+                self._put_off(f"none has joined within {ctx.policy.spare_command_limit_s:g} s of its end")
+        hosts = missing - self._expected
+        if hosts <= 0 or ctx.now < self._retry_at:
+            return
+        if not self._attempts.spend("", ctx.now):
+            if not self._exhausted:
+                self._exhausted = True
+                ctx.emit(SpareCommandExhausted(ATTEMPTS_MAX, ATTEMPTS_WINDOW_S))
+            return
+        self._exhausted = False
+        self._attempt += 1
+        self._running += 1
+        self._expected += hosts
+        ctx.emit(SpareCommandStarted(hosts, self._attempt))
+        ctx.act(RunSpareCommand(hosts))
+
+    def ended(self, event: SpareCommandEnded) -> None:
+        self._running -= 1
+        if not (self._ctx.leads and self._expected):
+            return  # its hosts have joined already
+        self._expected = max(0, self._expected - event.failed)
+        self._expected_until = self._ctx.now + self._ctx.policy.spare_command_limit_s
+        if event.failed:
+            self._put_off(event.said)
+        else:
+            self._ctx.emit(SpareCommandDone(event.said, self._ctx.policy.spare_command_limit_s))
+
+    def joined(self, hosts: int) -> None:
+        """Count hosts that a plan has taken in, whoever brought them."""
+        if hosts:
+            self._expected = max(0, self._expected - hosts)
+            self._begin_anew()
+
+    def _put_off(self, reason: str) -> None:
+        pause_s = min(self._ctx.timing.silent_after_s * 2.0 ** max(0, self._attempt - 1), RETRY_MAX_S)
+        self._retry_at = self._ctx.now + pause_s
+        self._ctx.emit(SpareCommandFailed(reason, pause_s))
 
 
 class Rehearsing:

@@ -58,6 +58,7 @@ CANNOT = (
     Rule("Calls CallsRead ConnectionBroke", OUTSIDE, ANY, "before a node is in a world it runs no rank"),
     Rule("Compare", "OUTSIDE", ANY, "before a node is in a world it runs no rank"),
     Rule("ConnectionBroke CallsRead", ANY, ("standing by",), "a spare runs no rank"),
+    Rule("SpareCommandEnded", OUTSIDE, ANY, "before a node is in a world it coordinates nobody"),
 )  # fmt: skip
 
 RARE = (
@@ -73,6 +74,8 @@ RARE = (
          "an end at a moment that lasts milliseconds of many simulated seconds, and which any state takes alike"),
     Rule("ConnectionBroke Compare CallsRead Calls Replace", ANY, ANY,
          "a connection that breaks, or calls that are compared, in a moment between a fence and a plan"),
+    Rule("SpareCommandEnded", ANY, ("standing by", "member"),
+         "a node that is the coordinator no more when its command ends"),
     Rule("Rehearse", ANY, ANY, "an order that comes later than the loss that made another plan of its spare"),
     Rule("Start", ANY, ANY, "the word of a coordinator that was lost before its order was heard by all"),
     Rule("Report RankFailed", ANY, ANY, "said to a node that was the coordinator for the sender only"),
