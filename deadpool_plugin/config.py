@@ -25,6 +25,9 @@ from .errors import ConfigError
 
 MIB = 1024 * 1024
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
+_PLACEHOLDER = re.compile(r"\{(\w+)\}", re.ASCII)
+PLACEHOLDERS = ("output_dir", "address", "count")
+"""Names in braces that are filled in where they stand in `spare_command`."""
 OF_A_HOST = ("secret_file", "output_dir", "interface_address", "memory_headroom_gib", "preload")
 """Fields that may differ from host to host."""
 
@@ -121,6 +124,18 @@ class Config(BaseModel):
     others keep their state in memory until a host joins (`deadpool join`). Hazard: they wait, and hold their hosts, for
     ever."""
 
+    spare_command: list[str] | None = None
+    """The program and arguments that bring a host when the job has fewer than at its start: [sbatch, ..., --wrap,
+    "deadpool join --job {output_dir}"]. {output_dir}, {address} (HOST:PORT for `deadpool join --to`) and {count} (the
+    missing hosts) are filled in; no shell reads the words. The first living host runs it once for each missing host, or
+    once for all if {count} is among its words. It has to return when the host is on its way. If it fails, or no host
+    joins, it is run again after pauses that double up to 10 minutes, at most 10 times a day until a host has joined.
+    null: hosts join by hand. Hazard: with `spares: 0` and `on_no_spare: stop` a loss ends the job before it is run."""
+
+    spare_command_limit_s: float = Field(default=1800.0, ge=1.0)
+    """Seconds after which spare_command is ended if it still runs; and seconds from its end in which its host may join
+    before it is run again. Hazard: where a batch system's queue takes longer, more hosts come than are missing."""
+
     on_launcher_loss: Literal["continue", "stop"] = "continue"
     """When the command that launched the job, or its host, is gone. continue: the job goes on; what it prints is still
     in output_dir. stop: every host that finds it gone leaves the job, which ends it; one host that alone has lost its
@@ -168,6 +183,10 @@ class Config(BaseModel):
         return int(self.memory_headroom_gib * 1024 * MIB)
 
     @property
+    def spares_total(self) -> int:
+        return self.spares if isinstance(self.spares, int) else len(self.spares)
+
+    @property
     def secret_path(self) -> Path:
         return self.secret_file.expanduser()
 
@@ -175,6 +194,13 @@ class Config(BaseModel):
     def told_secret_file(self) -> str:
         """The file in which another host of the job looks for the secret: as here, or the default in its own home."""
         return os.path.abspath(self.secret_path) if "secret_file" in self.model_fields_set else str(self.secret_file)
+
+    def spare_commands(self, address: str, hosts: int) -> list[list[str]]:
+        """Fill in `spare_command` for so many hosts: once for each, or once for all where its words have {count}."""
+        words = self.spare_command or []
+        values = {"output_dir": str(self.output_dir.absolute()), "address": address, "count": str(hosts)}
+        filled = [_PLACEHOLDER.sub(lambda found: values[found[1]], word) for word in words]
+        return [filled] * (1 if any("{count}" in word for word in words) else hosts)
 
     def told(self) -> str:
         """Write the fields that are set as a file for another host of the job."""
@@ -235,6 +261,21 @@ class Config(BaseModel):
             if last - first + 1 < 4:
                 raise ValueError(f"has {last - first + 1} ports, at least 4 are needed")
         return value
+
+    @field_validator("spare_command", mode="before")
+    @classmethod
+    def _spare_command(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        if not isinstance(value, list) or not value or not all(type(word) in (str, int, float) for word in value):
+            raise ValueError("must be a list of the program and its arguments: write [sbatch, --nodes=1, job.sh]")
+        words = [str(word) for word in value]  # numbers are words, too
+        if not words[0]:
+            raise ValueError("has no program: its first word is empty")
+        if unknown := sorted({name for word in words for name in _PLACEHOLDER.findall(word)} - {*PLACEHOLDERS}):
+            known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+            raise ValueError(f"{{{unknown[0]}}} is not known; filled in are {known}")
+        return words
 
     @field_validator("racks", mode="before")
     @classmethod

@@ -72,7 +72,8 @@ class Links:
         """Open both listeners. Returns: what the others must know of this node. Raises: DeadpoolError."""
         node, address = self._node, self._node.host.where[1]
         control = (address, (await self.mesh.listen())[1])
-        self.how_to_join = f"to add a host: deadpool join --to {control[0]}:{control[1]}"
+        self.address = f"{control[0]}:{control[1]}"
+        self.how_to_join = f"to add a host: deadpool join --to {self.address}"
         bulk = (address, node.host.bulk.serve(lambda *held: node.feed(api.SnapshotHeld(*held)), self._refused))
         return Hello(
             node.id, node.host.name, control, bulk, node.place.local_size, versions(), node.config.digest(),

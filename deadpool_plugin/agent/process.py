@@ -38,7 +38,7 @@ from .node import LocalNode, Slot
 from .reports import Reports
 from .takeovers import TakeOvers
 from .workers import Workers
-from .world import Job, Place, described, form_world, policy_of, rack_named, timing_of
+from .world import Job, Place, described, described_supply, form_world, policy_of, rack_named, timing_of
 
 WORKERS_KILL_S = 0.5
 SUPERVISORS_END_S = 4.0
@@ -56,6 +56,7 @@ class Agent:
         self._verdict: Verdict | None = None
         self._inputs: deque[api.Input] = deque()
         self._stepping = False
+        self._commands = 0  # runs of `spare_command` so far
         self._tasks = Tasks()
         self._loop = asyncio.get_running_loop()
         self._left: asyncio.Future[int] = self._loop.create_future()
@@ -117,6 +118,8 @@ class Agent:
         hellos = await self._links.meet(hello) if not joins else []
         self._tasks.start(self._publish(hello))  # the file system may hang
         self._tasks.start(self._check_witness(joins))
+        if config.spare_command is not None:
+            self._tasks.start(self._check_spare_command())
         if joins:  # the job runs already: this host's first world is that of the plan that takes it in
             self._in_job = True
             self._reports.emit(events.NodeJoined(host=self._host.name, ranks=(), spare=True))
@@ -127,6 +130,8 @@ class Agent:
         self.feed(api.WorldFormed(world))
         if node.id == 0:
             lines = [*described(world, [f"{one.host} ({one.control[0]})" for one in hellos]), self._links.how_to_join]
+            if config.spare_command is not None:
+                lines.append(described_supply(config))
             if self._reports.follows_another_job:
                 said = "has files of an earlier job; this job's lines are added to them"
                 lines.append(f"output_dir {config.output_dir.absolute()} {said}")
@@ -180,6 +185,34 @@ class Agent:
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             if (kept := await self._host.at_files(lambda: witness.look(job, generation))) is not None:
                 self.feed(api.Claimed(kept))
+
+    async def _bring(self, hosts: int) -> None:
+        """Run `spare_command` for so many hosts, and feed how it has ended."""
+        commands = self._config.spare_commands(self._links.address, hosts)
+        ends = await asyncio.gather(*(self._run_spare_command(words) for words in commands))
+        failures = [said for well, said in ends if not well]
+        said = failures[0] if failures else ends[-1][1]
+        self.feed(api.SpareCommandEnded(len(failures) * hosts // len(commands), said))
+
+    async def _run_spare_command(self, words: list[str]) -> tuple[bool, str]:
+        """Returns: whether it has ended well; its last line of output, or why it has not."""
+        self._commands += 1
+        limit_s = self._config.spare_command_limit_s
+        file = self._config.output_dir / f"spare_command{self._commands}.node{self._node.id}.log"
+        try:
+            exit_code, said = await self._host.run_command(words, file, limit_s)
+        except OSError as error:
+            return False, f"it could not be started ({error.strerror or f'no answer from the storage of {file}'})"
+        if exit_code == 0:
+            return True, said or "no output"
+        how = f"it was ended, as it still ran after {limit_s:g} s"
+        return False, f"{how if exit_code is None else described_exit(exit_code)}; {file.name}: {said or 'no output'}"
+
+    async def _check_spare_command(self) -> None:
+        program, host = self._config.spare_commands("", 1)[0][0], self._host
+        if not await host.at_files(lambda: host.has_program(program)):
+            said = f"node {self._node.id}: there is no program {program} on {host.name}, which spare_command names"
+            self._reports.say(said)
 
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(self._config.tick_s, self._tick)
@@ -299,6 +332,8 @@ class Agent:
                 for slot in self._node.slots:
                     if slot.rank == action.rank and slot.living is not None:
                         self._workers.kill(slot, slot.living, action.reason)
+            case api.RunSpareCommand():
+                self._tasks.start(self._bring(action.hosts))
             case api.Claim():
                 self._tasks.start(self._claim(action.plan))
             case api.Look():
@@ -316,7 +351,7 @@ class Agent:
                 self._reports.emit(event)
                 if isinstance(event, events.NodeLost):
                     self._links.missed |= {*event.lost}
-                if isinstance(event, (events.WaitingForHost, events.SwapDone)):
+                if isinstance(event, (events.WaitingForHost, events.SwapDone, events.SpareCommandExhausted)):
                     left = len(self._controller.world.spares) if self._controller.world is not None else 0
                     self._reports.say(f"spares left: {left}; {self._links.how_to_join}")
             case api.Leave():
@@ -330,6 +365,7 @@ class Agent:
     async def _end(self, exit_code: int) -> int:
         """End the links, the workers and the supervisors; every wait but one has a deadline. Returns: the exit code."""
         workers, node = self._workers, self._node.id
+        self._host.end_commands()
         self._takeovers.drop()
         workers.end(exit_code)
         goodbye = Goodbye(self._controller.generation, self._verdict) if exit_code != EXIT_FENCED else None

@@ -33,6 +33,8 @@ SENTENCES: dict[type[events.Event], str] = {
     "they were paused for {0.duration_s:.2f} s",
     events.HostJoined: "node {0.joined} has joined the job",
     events.WaitingForHost: "waiting for a host to join (`deadpool join`); all state stays in memory: {0.reason}",
+    events.SpareCommandDone: "spare_command has ended well: {0.said}; its host may take {0.limit_s:.0f} s to join",
+    events.SpareCommandFailed: "spare_command has brought no host: {0.reason}; it is run again in {0.retry_s:.0f} s",
     events.SwapDone: "swap done, all ranks are in training again after {0.duration_s:.2f} s",
     events.Unprotected: "unprotected: {0.reason}",
     events.Protected: "protected: step {0.step} survives the loss of any node",
@@ -159,6 +161,12 @@ def sentence(event: events.Event) -> str:
             moves += [f"rank(s) {listed(lost)} get new processes on their hosts"] if lost else []
             back = f"all ranks go back to step {step}" if step >= 0 else "every rank begins its script again"
             return f"swap: {', '.join(moves) or 'no rank moves'}; {back} (decided in {duration:.2f} s)"
+        case events.SpareCommandStarted(hosts=hosts, attempt=attempt):
+            missing = "1 host is missing" if hosts == 1 else f"{hosts} hosts are missing"
+            return f"{missing}; spare_command runs (attempt {attempt})"
+        case events.SpareCommandExhausted(attempts=attempts, window_s=window_s):
+            often = f"{attempts} times within {window_s / 3600:.0f} h"
+            return f"spare_command has brought no host {often} and is not run for now; to do: deadpool join"
         case events.StepsUndone(first=first, last=last, reason=reason):
             which, are = (f"step {last}", "is") if first == last else (f"steps {first} to {last}", "are")
             return f"{which} had been committed and {are} done again: {reason}"

@@ -223,6 +223,15 @@ def described(world: World, hosts: Sequence[str]) -> list[str]:
     return lines
 
 
+def described_supply(config: Config) -> str:
+    """Say when `spare_command` runs, for people."""
+    if config.spares_total:
+        return f"spare_command runs when fewer than {config.spares_total} spare(s) are left"
+    if config.on_no_spare == "wait":
+        return "spare_command runs when a host is lost; the job waits for the host that it brings (on_no_spare: wait)"
+    return "spare_command never runs: the job ends with the first host that is lost (spares: 0, on_no_spare: stop)"
+
+
 def timing_of(config: Config) -> Timing:
     return Timing(
         heartbeat_interval_s=config.heartbeat_interval_s,
@@ -241,6 +250,9 @@ def policy_of(config: Config) -> Policy:
         wait_for_hosts=config.on_no_spare == "wait",
         witness=config.witness is not None,
         restarts_window_s=config.restarts_window_s,
+        spares=config.spares_total,
+        spare_command=config.spare_command is not None,
+        spare_command_limit_s=config.spare_command_limit_s,
     )
 
 

@@ -133,6 +133,8 @@ class JobView:
     """The nodes that no spare can take."""
     history: Literal["ok", "filling", "full"] = "ok"
     """The fullest call records of any rank."""
+    spare_command: Literal["", "running", "awaited", "failed", "exhausted"] = ""
+    """What has become of its newest run; awaited: the host that it is to bring. "" once a host has joined."""
     swaps: list[Swap] = field(default_factory=list)
     fate: Fate = field(default_factory=Fate)
     outcome: str = ""
@@ -268,6 +270,16 @@ class JobView:
                 self._protect(type(event).__name__, event)
             case events.HistoryFilling():
                 self.history = "full" if event.full or self.history == "full" else "filling"
+            case events.SpareCommandStarted():
+                self.spare_command = "running"
+            case events.SpareCommandDone():
+                self.spare_command = "awaited"
+            case events.SpareCommandFailed():
+                self.spare_command = "failed"
+            case events.SpareCommandExhausted():
+                self.spare_command = "exhausted"
+            case events.HostJoined():
+                self.spare_command = ""
             case events.WaitingForHost():
                 self._waiting = event.generation
             case events.NodeLost():

@@ -85,6 +85,9 @@ def _figures(view: JobView) -> Columns:
         ("spares left", _number(left), "bold red" if left == 0 else "bold"),
         ("protection", protection(view), _style(view)),
     ]
+    if view.spare_command:
+        style = "yellow" if view.spare_command in ("running", "awaited") else "bold red"
+        figures.append(("spare_command", view.spare_command, style))
     cells = [Text.assemble((f"{name} ", "dim"), (value, style), no_wrap=True) for name, value, style in figures]
     return Columns(cells, padding=(0, 3))
 
@@ -247,6 +250,7 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
         "committed_step": _known(view.committed),
         "committed_age_s": _since(view.committed_at or None, now),
         "spares_left": len(view.world.spares) if view.world is not None else None,
+        "spare_command": view.spare_command or None,
         "mirrored": view.protection in ("Mirrored", "Protected"),
         "uncovered": view.uncovered,
         "protected": view.protection == "Protected",

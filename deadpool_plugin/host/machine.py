@@ -12,9 +12,12 @@ import contextlib
 import ipaddress
 import logging
 import os
+import shutil
+import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -26,6 +29,7 @@ from ..errors import ConfigError, TransportError
 from ..mirror.store import SnapshotStore
 from ..mirror.transfers import BulkTransfers
 from ..transport.handshake import Credentials
+from ..transport.linux import pidfd_open
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address, address_towards, allow_many_files
 from ..transport.tasks import loop_time
@@ -40,6 +44,14 @@ Found = list[tuple[str, str]]
 """Interfaces and their addresses."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _RESOLVE_RETRY_S = 0.5
+_OF_THE_JOB = {
+    "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE",
+    "CUDA_VISIBLE_DEVICES",
+}  # fmt: skip
+"""Variables that, with DEADPOOL_*, say what this host is in the job: a command may start another host."""
+_TAIL_BYTES, _LINE_MAX = 4096, 200
+_SETTLE_S = 5.0
+"""How long a process that was killed, or the file system, may take after a command."""
 _log = logging.getLogger(__name__)
 
 
@@ -144,6 +156,7 @@ class Machine:
         self.store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
         self.bulk = BulkTransfers(node, credentials, self.store, where[0], config)
         self.witness = SharedFolder(config.witness) if config.witness is not None else None
+        self._commands: set[int] = set()
         self._memory = ThreadPoolExecutor(thread_name_prefix="deadpool-memory")
         # Apart from the loop's own threads, in which names are looked up: storage that hangs may hold all of these.
         self._storage = ThreadPoolExecutor(thread_name_prefix="deadpool-storage")
@@ -176,6 +189,54 @@ class Machine:
         """Return what `work` does, which blocks for memory. If its caller is cancelled it goes on all the same."""
         return await asyncio.get_running_loop().run_in_executor(self._memory, work)
 
+    def has_program(self, name: str) -> bool:
+        """Return whether `run_command` finds it. Blocks: for the files."""
+        return shutil.which(name) is not None
+
+    async def run_command(self, words: Sequence[str], output: Path, limit_s: float) -> tuple[int | None, str]:
+        """Run a program that is none of ours, and append what it prints to `output`.
+
+        Returns: its exit code, None if it was killed because it still ran after `limit_s`; its last line of output.
+        Raises: OSError (TimeoutError if the storage of `output` does not answer).
+        """
+        async with asyncio.timeout(limit_s):
+            file = await self.at_files(lambda: self.output.open(output))
+        begins = file.tell()
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DEADPOOL_")}
+        env = {name: value for name, value in env.items() if name not in _OF_THE_JOB}
+        # Nothing waits for its execve(2): the program may be on storage that hangs.
+        pid = proc.spawn(words, env, signal.SIGKILL, file.fileno(), apart=True)
+        self._commands.add(pid)
+        self.output.release(file)
+        loop, pidfd, ended = asyncio.get_running_loop(), pidfd_open(pid), asyncio.Event()
+        loop.add_reader(pidfd, ended.set)
+        is_late = False
+        try:
+            async with asyncio.timeout(limit_s):
+                await ended.wait()
+        except TimeoutError:
+            is_late = True
+            proc.kill_group(pid)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SETTLE_S):
+                    await ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        self._commands.discard(pid)
+        _, status = os.waitpid(pid, os.WNOHANG)  # 0 if even SIGKILL has not ended it
+        said = ""
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(_SETTLE_S):
+                said = await self.at_files(lambda: _last_line(output, begins))
+        return None if is_late else os.waitstatus_to_exitcode(status), said
+
+    def end_commands(self) -> None:
+        """End every command that still runs, and what is in its process group."""
+        commands, self._commands = self._commands, set()
+        for pid in commands:
+            proc.kill_group(pid)
+
     async def close(self) -> None:
         """Serve other nodes no more, and end what waits for them."""
         self.processes.close()
@@ -183,5 +244,15 @@ class Machine:
 
     def end(self) -> None:
         """Write what is queued, and end (SIGKILL) every process of the node that is left."""
+        self.end_commands()
         self.output.close()
         proc.sweep(self._job_tag)
+
+
+def _last_line(path: Path, begins: int) -> str:
+    """Read the last line, behind the first `begins` bytes, that is not empty; for people. Blocks: for the file."""
+    with path.open("rb") as file:
+        file.seek(max(begins, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return "".join(one if one.isprintable() else " " for one in last[:_LINE_MAX])

@@ -56,11 +56,17 @@ def ending_signals() -> list[signal.Signals]:
 
 
 def spawn(
-    program: Program, env: Mapping[str, str], death_signal: int, output: int | None = None, pass_fds: Sequence[int] = ()
+    program: Program,
+    env: Mapping[str, str],
+    death_signal: int,
+    output: int | None = None,
+    pass_fds: Sequence[int] = (),
+    apart: bool = False,
 ) -> int:
     """Start `program` as a child that gets `death_signal` when we end; return its pid.
 
     Args: output: descriptor for its standard output and error; None: ours. pass_fds: those it keeps as they are.
+    apart: in a session of its own, without our standard input: a program that is none of ours.
     """
     me = os.getpid()
     sys.stdout.flush()
@@ -73,6 +79,10 @@ def spawn(
         for number in ending_signals():
             signal.signal(number, signal.SIG_DFL)
         die_with_parent(death_signal, me)
+        if apart:
+            os.setsid()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores, and a shell's pipes rely on
         if output is not None:
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -257,6 +267,13 @@ def kill_all(find: Callable[[], Iterable[int]]) -> set[int]:
         _signal(found, signal.SIGKILL)
         killed |= found
     return killed
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL the child `pid`, which was started apart and is not reaped, and what is in its process group."""
+    for kill in (os.killpg, os.kill):  # it may have no group of its own yet
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

@@ -62,7 +62,7 @@ def launch(words: Sequence[str]) -> int:
         check_unused(config, secret)
         for doubt in doubts(request.command):
             say(doubt)
-        spares = config.spares if isinstance(config.spares, int) else len(config.spares)
+        spares = config.spares_total
         say(f"hosts that train: {hosts - spares} of {hosts}; spares: {spares}")
         say(f"configuration: {request.config or 'none, all defaults'}; output_dir: {config.output_dir.absolute()}")
         if not request.hosts:  # nothing to carry anywhere, and its own exit code says it all

@@ -135,6 +135,12 @@ def test_an_empty_file_is_valid(tmp_path):
         ("restarts_window_s: .inf", "finite number (found inf)"),
         ("port_range: [5000, 4000]", "must be ascending"),
         ("port_range: [5000, 5001]", "at least 4"),
+        ("spare_command: sbatch job.sh", "`spare_command`: must be a list of the program and its arguments: write ["),
+        ("spare_command: []", "`spare_command`: must be a list of the program and its arguments"),
+        ("spare_command: [sbatch, null]", "`spare_command`: must be a list of the program and its arguments"),
+        ("spare_command: ['']", "`spare_command`: has no program"),
+        ("spare_command: [sbatch, '{job}']", "`spare_command`: {job} is not known; filled in are {output_dir}, {addr"),
+        ("spare_command_limit_s: 0", "greater than or equal to 1 (found 0)"),
         ("on_no_spare: pray", "'stop' or 'wait' (found 'pray')"),
         ("racks: {a: [x, y], b: [y]}", "names y twice"),
         ("racks: {a: x}", "`racks`: must be a list of hosts for each rack: write {a: [node0, node1], b:"),
@@ -157,6 +163,17 @@ def test_wrong_files_give_one_line(tmp_path, text, said):
 
 def test_racks_may_name_hosts_by_index(tmp_path):
     assert load(write(tmp_path, "racks: {1: [0, 1], b: [node2]}")).racks == {"1": ["0", "1"], "b": ["node2"]}
+
+
+def test_the_words_of_a_command_are_filled_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "output_dir: logs\nspare_command: [sbatch, -N, 1, --wrap, 'join --to {address} or {output_dir} {a: 1} ${}']"
+    config = load(write(tmp_path, text))
+    words = ["sbatch", "-N", "1", "--wrap", f"join --to h1:7 or {tmp_path}/logs {{a: 1}} ${{}}"]
+    assert config.spare_commands("h1:7", 2) == [words, words], "once for each host"
+    counted = load(write(tmp_path, "spare_command: [sbatch, '--array=1-{count}']"))
+    assert counted.spare_commands("h1:7", 2) == [["sbatch", "--array=1-2"]]
+    assert (Config().spares_total, Config(spares=["a", "b"]).spares_total) == (1, 2)
 
 
 def test_two_mistakes_are_named_at_once(tmp_path):
@@ -183,4 +200,5 @@ def test_what_other_hosts_are_told(tmp_path, monkeypatch):
 def test_the_digest_covers_what_nodes_must_agree_on():
     base = Config()
     assert base.digest() == Config(output_dir=Path("elsewhere"), interface_address="10.0.0.1").digest()
+    assert base.digest() != Config(spare_command=["sbatch"]).digest()
     assert base.digest() != Config(patience_s=11).digest() != Config(spares=2).digest()

@@ -50,3 +50,18 @@ def test_a_child_that_does_not_end_is_not_waited_for_for_ever(monkeypatch):
     finally:
         stuck.kill()
         stuck.wait()
+
+
+def test_a_program_that_is_none_of_ours_is_apart_and_ended_with_what_it_started(tmp_path):
+    said, read_end = tmp_path / "said", os.pipe()
+    show = f"yes | head -n 1; cat; ps -o sid= -p $$; sleep 1000 & echo $! > {said}.2; mv {said}.2 {said}; wait"
+    pid = proc.spawn(["sh", "-c", show], os.environ, signal.SIGKILL, read_end[1], apart=True)
+    os.close(read_end[1])
+    with os.fdopen(read_end[0]) as output:
+        assert [output.readline().strip() for _ in range(2)] == ["y", str(pid)], "no input, no broken pipe, a session"
+        while not said.exists():
+            assert proc.look(pid) is not None
+        proc.kill_group(pid)
+        assert output.read() == "", "nobody has it any more"
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    proc.kill_group(pid)

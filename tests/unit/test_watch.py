@@ -549,6 +549,27 @@ def test_a_job_in_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (printed["mirrored"], printed["protected"], printed["swapping_s"]) == (True, False, None)
 
 
+def test_what_becomes_of_the_command_that_brings_hosts() -> None:
+    view, said = view_of(START), []
+    assert figures(view, now=40.0)["spare_command"] is None
+    for event in (
+        events.SpareCommandStarted(hosts=2),
+        events.SpareCommandDone(said="job 7", limit_s=1800.0),
+        events.SpareCommandFailed(reason="none has joined within 1800 s of its end", retry_s=10.0),
+        events.SpareCommandExhausted(attempts=10, window_s=86400.0),
+        events.HostJoined(joined=7),
+    ):
+        view.apply(events.stamped(event, node=0, generation=0))
+        said.append(figures(view, now=40.0)["spare_command"])
+    assert said == ["running", "awaited", "failed", "exhausted", None]
+    assert [line.text for line in list(view.lines)[-5:-1]] == [
+        "2 hosts are missing; spare_command runs (attempt 1)",
+        "spare_command has ended well: job 7; its host may take 1800 s to join",
+        "spare_command has brought no host: none has joined within 1800 s of its end; it is run again in 10 s",
+        "spare_command has brought no host 10 times within 24 h and is not run for now; to do: deadpool join",
+    ]
+
+
 def test_every_figure_is_explained() -> None:
     said = (Path(__file__).resolve().parents[2] / "configs" / "README.md").read_text()
     told = figures(view_of(START), now=40.0)
