@@ -1,4 +1,4 @@
-"""Hosts that join a simulated job: what `deadpool join` gives their agents, which do the rest.
+"""Hosts that join a simulated job: what `deadpool join` gives their agents, which do the rest; and what brings them.
 
 Rules of this file: a host is named by the number after the largest that was ever used, and told of the members that
 are up.
@@ -6,11 +6,13 @@ are up.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from deadpool_plugin.agent.world import Invitation
 
 from .node import Node
+from .schedule import COMMANDS
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -20,6 +22,8 @@ HOSTS_MAX = 6
 RANKS_A_HOST = 24
 """Ranks for each host that comes to a waiting job; one comes at least. A large job may have lost a rack."""
 RETRY_S = 0.2
+COMES_S = 5.0
+"""A host that `spare_command` brings comes within so long of its end."""
 
 
 class Arrivals:
@@ -27,6 +31,7 @@ class Arrivals:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._runs = 0
 
     def add_host(self, at_most: int = HOSTS_MAX) -> bool:
         """One more host asks to become a member; False if there have been enough."""
@@ -37,6 +42,22 @@ class Arrivals:
         cluster.blows.meet(node)
         self._invite(node)
         return True
+
+    async def run_command(self, limit_s: float) -> tuple[int | None, str]:
+        """Run the job's `spare_command`. Returns: its exit code, None if it was ended; its last line of output."""
+        cluster, kind = self._cluster, self._cluster.scenario.command
+        self._runs += 1
+        cluster.note(f"spare_command runs, which {COMMANDS[kind]}")
+        if kind != "one":
+            cluster.strikes.struck[f"spare_command {kind}"] += 1
+        await asyncio.sleep({"slow": 0.9 * limit_s, "hangs": limit_s}.get(kind, cluster.rng.random()))
+        if kind == "hangs":
+            return None, ""
+        if kind == "fails" or (kind == "late" and self._runs == 1):
+            return 1, "no host is free"
+        for _ in range({"nobody": 0, "two": 2}.get(kind, 1)):
+            cluster.timeline.after(COMES_S * cluster.rng.random(), self.add_host)
+        return 0, "a host was asked for"
 
     def supply_hosts(self) -> None:
         """As long as everybody waits for a host there are more that come."""

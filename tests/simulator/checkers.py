@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from deadpool_plugin.core import api, events
 from deadpool_plugin.core.messages import Accepted, Prepare, Promise, Verdict
+from deadpool_plugin.core.spares import ATTEMPTS_MAX
 from deadpool_plugin.core.types import NO_STEP, Generation, NodeId, Rank, Step, SwapPlan, World
 
 from . import oracle
@@ -40,6 +41,8 @@ class Checkers:
         """The newest step that was called committed in each generation."""
         self.memory = Memory(cluster)
         self._restarts = Restarts(cluster.policy)
+        self._runs: dict[NodeId, list[Generation]] = {}
+        """In which generation each node has run `spare_command`."""
 
     # -- ONE_WORLD_PER_GENERATION ------------------------------------------------------------------------------
 
@@ -58,6 +61,9 @@ class Checkers:
                     self._silent[ballot.generation, ballot.node] = set(action.message.silent)
             elif isinstance(action, api.AbortWorkers):
                 fence = max(fence, action.generation)
+            elif isinstance(action, api.RunSpareCommand):
+                self._runs.setdefault(node.number, []).append(node.controller.generation)
+                self._asked_rightly(node, action)
             elif isinstance(action, api.EndRank):
                 self._blamed_rightly(node, action)
             elif not isinstance(action, api.Emit):
@@ -105,6 +111,19 @@ class Checkers:
         self._world_is_kept(before, plan)
         oracle.judge_plan(self._cluster, plan)
         self.memory.disarm(generation)
+
+    def _asked_rightly(self, node: Node, action: api.RunSpareCommand) -> None:
+        """Only hosts are asked for that the job lacks, a bounded number of times."""
+        cluster, world = self._cluster, node.controller.world
+        given = len(cluster.world.members)
+        members = world.members if world is not None else ()
+        there = [number for number in members if cluster.nodes[number].up and number not in cluster.blows.blamed]
+        if action.hosts > given - len(there):
+            asked = f"node {node.number} asks for {action.hosts} host(s)"
+            raise Violation("BOUNDED", f"{asked}, and {len(there)} of {given} are there")
+        joined = max((generation for generation, plan in cluster.plans.items() if plan.joined), default=0)
+        if sum(generation >= joined for generation in self._runs[node.number]) > ATTEMPTS_MAX:
+            raise Violation("BOUNDED", f"node {node.number} asks for hosts again and again")
 
     def _blamed_rightly(self, node: Node, action: api.EndRank) -> None:
         """Nobody is ended who issues what its peers do. Of newcomers alone nobody can say which of them is right, nor

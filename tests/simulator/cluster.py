@@ -36,6 +36,8 @@ NOWHERE = Path("/nowhere")
 HOSTS_MAX = 400
 START_S, STALL_S = 300.0, 120.0
 """Less time to start and to stall than the configuration's defaults."""
+COMMAND_S = 25.0
+"""How long `spare_command` may run, and its host may take then."""
 LONG_PASTS = 0.002
 LONG_PAST = 1.5
 """Rehearsals longer than `start_timeout_s`: their share (LONG_PASTS), and by which factor they are longer."""
@@ -53,6 +55,8 @@ def config_of(scenario: Scenario) -> Config:
         restarts_window_s=scenario.restarts_window_s,
         on_no_spare="wait" if scenario.wait_for_hosts else "stop",
         witness=NOWHERE / "witness" if scenario.witness else None,
+        spare_command=["bring", "{output_dir}"] if scenario.command else None,
+        spare_command_limit_s=COMMAND_S,
         start_timeout_s=START_S,
         stall_timeout_s=STALL_S,
         output_dir=NOWHERE,
@@ -228,7 +232,7 @@ class Cluster:
     def said(self, node: Node, action: api.Emit) -> None:
         self.events[type(action.event).__name__] += 1
         self.checkers.said(node, action)
-        if isinstance(action.event, events.WaitingForHost):
+        if isinstance(action.event, events.WaitingForHost) and not self.scenario.command:
             self.timeline.after(5 * self.rng.random(), self.arrivals.add_host)
 
     def note(self, text: str) -> None:

@@ -45,6 +45,18 @@ KINDS = {
     "join": "a host joins the job",
     "stop": "a person ends the job",
 }
+COMMANDS = {
+    "one": "brings a host",
+    "two": "brings two hosts",
+    "late": "fails, and brings a host the next time",
+    "slow": "takes nearly as long as it may, and brings a host",
+    "nobody": "ends well, and brings no host",
+    "fails": "fails",
+    "hangs": "is ended for its time-out",
+}
+"""What becomes of each run of the job's `spare_command`."""
+WITH_COMMAND = 0.3
+"""Share of jobs that have one."""
 EARLY = 0.2
 """Share of jobs whose hosts are struck while they meet."""
 DRIFT_MAX = 0.04
@@ -93,6 +105,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One job. `shards`: how many different payloads its ranks have (fewer than ranks: data-parallel replicas).
 
     `early`: faults of step 0 strike while the hosts meet and link up; else once the first of them has done so.
+    `command`: one of COMMANDS, "" if the job has none.
     """
 
     seed: int
@@ -112,6 +125,11 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restarts_window_s: float
     faults: tuple[Fault, ...]
     early: bool = False
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if self.command not in ("", *COMMANDS):
+            raise ValueError(f"`command: {self.command}` is unknown; known: {', '.join(COMMANDS)}")
 
     @property
     def ranks(self) -> int:
@@ -169,10 +187,11 @@ def scenario(seed: int, ranges: Ranges = Ranges(), fixed: Mapping[str, Any] | No
         restarts_window_s=rng.choice((30.0, 3600.0)),
         faults=drawn,
         early=rng.random() < EARLY,
+        command=rng.choice(tuple(COMMANDS)) if rng.random() < WITH_COMMAND else "",
     )
     if not fixed:
         return found
-    found = msgspec.structs.replace(found, **{"early": False, **fixed})
+    found = msgspec.structs.replace(found, **{"early": False, "command": "", **fixed})
     return found if "shards" in fixed else msgspec.structs.replace(found, shards=found.ranks)
 
 

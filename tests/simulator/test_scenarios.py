@@ -28,6 +28,7 @@ VERDICTS = {
     "ordinary-swap": ("finished", 1),
     "reset-connections": ("finished", 2),
     "rift": ("finished", 1),
+    "spare-command": ("finished", 1),
     "stale-node-wakes": ("finished", 1),
     "swap-during-swap": ("finished", 2),
 }
