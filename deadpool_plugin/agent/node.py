@@ -33,6 +33,7 @@ class Process:
     unwound_for: int = 0  # the newest generation it waits for with nothing under way
     saving_for: int = 0  # the newest generation that found it in a save
     failing: str = ""  # the error of its script, if it reported one
+    of_host: bool = False  # that is its host's fault
     stores: list[str] = field(default_factory=list)  # their addresses, which it has offered
     moved_from: tuple[float, Step] | None = None  # when, and at which step, it first told of its way
     ended: bool = False

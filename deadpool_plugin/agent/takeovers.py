@@ -210,7 +210,7 @@ class TakeOvers:
         """Report the error a script ends with; before it trains that also ends the rehearsal."""
         rank, reason = message.rank, message.reason
         if slot.process is not None:
-            slot.process.failing = reason
+            slot.process.failing, slot.process.of_host = reason, message.of_host
         if slot.pipe is not None and slot.rank == rank:
             slot.pipe.note(f"rank {rank}'s script ended: {reason}")
         if message.differs and slot.rank == rank and slot.living is not None:
@@ -274,6 +274,10 @@ class TakeOvers:
         sources = {source.rank: source for source in plan.sources}
         ranks, seen = world.ranks_of(self._node.id), list[LocalSlot]()
         for slot in slots:
+            if slot.rank >= 0 and slot.rank not in ranks:  # this host stands by from now on
+                self._store.disown(slot.rank)
+                self.done(slot)
+                self._workers.vacate(slot)
             rehearsal = self._of(slot)
             seen.append(LocalSlot(slot.rank, slot.serving is not None, rehearsal.rank if rehearsal else -1))
         staying, placed = divide(ranks, seen)

@@ -2,9 +2,9 @@
 
 Rules of this file: an order replaces the process of the order before, whose last words mean nothing from then on.
 A death becomes an input once, with the best reason there is. A worker process ended by a signal is lost: its own node
-can run the rank again. One that ended by its own exit code has failed, as it may do anywhere. A standby process or a
-supervisor that is gone is the node's end: neither runs anything that could crash it, and what they looked after died
-with them.
+can run the rank again. So is one whose error is its host's fault. Any other that ended by its own exit code has failed,
+as it may do anywhere. A standby process or a supervisor that is gone is the node's end: neither runs anything that
+could crash it, and what they looked after died with them.
 """
 
 from __future__ import annotations
@@ -136,6 +136,13 @@ class Workers:
             slot.standby.send(slot.order)
         return slot.process
 
+    def vacate(self, slot: Slot) -> None:
+        """End what runs or rehearses a slot's rank, which another host has got; the slot stands by."""
+        slot.rank = -1
+        if slot.living is not None:
+            self._mark_ended(slot.living, kills=True)
+        self._name_output(slot)
+
     def start_groups(self, generation: Generation, store: str) -> None:
         """Have every process that begins the script build groups, also those that have yet to connect."""
         self._start = local.StartGroups(generation, store)
@@ -180,7 +187,7 @@ class Workers:
             self._end_standby(slot)
         elif self._processes.is_gone(slot.standby_pid):
             self.standby_ended(slot, "was ended, together with the processes that it had forked")
-        elif exit_code < 0 or slot.rank < 0 or (process.rehearses and not process.in_training):
+        elif exit_code < 0 or slot.rank < 0 or process.of_host or (process.rehearses and not process.in_training):
             self._lost(slot, process, process.failing or f"process {process.pid} {described_exit(exit_code)}")
         else:
             early = f"process {process.pid} exited with 0 before the job had ended"

@@ -193,6 +193,7 @@ class Failing(LocalMessage, frozen=True):
     rank: Rank
     reason: str  # the exception in a line with which the script has ended; the process follows
     differs: bool = False  # it has followed the rank, and read other data than the rank itself
+    of_host: bool = False  # the error is the host's, not the script's
 
 
 class WorkerFinished(LocalMessage, Input, frozen=True):

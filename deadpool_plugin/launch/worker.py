@@ -29,6 +29,7 @@ from ..errors import DeadpoolError, GenerationChanged
 from ..host.output import say
 from ..transport import linux
 from ..transport.unix import LocalConnection
+from ..worker.faults import machine_fault
 from ..worker.file_view import FileView
 from ..worker.mute import Mute
 
@@ -59,12 +60,12 @@ def become(config: Config, local_rank: int, script: list[str], order: local.RunR
     except SystemExit as end:
         leave(int(end.code or 0))
     except Exception as error:  # nobody may see its traceback: that goes to a file, which may be on a full disk
-        connection.send(local.Failing(order.rank, _in_a_line(error)))
+        tell_failing(connection, order.rank, error)
         raise
     context.on_built = lambda: tell_modules(tell, context.adapter.beforehand())
 
-    def failed(reason: str) -> None:
-        connection.send(local.Failing(order.rank, reason, context.difference is not None))
+    def failed(error: BaseException) -> None:
+        tell_failing(connection, order.rank, error, context.difference is not None)
 
     leave(run_script(script, context, failed))
 
@@ -135,7 +136,23 @@ def tell_modules(pipe: int, beforehand: Iterable[str] = ()) -> None:
         stream.write("\n".join([*known, *beforehand]).encode() + END_OF_NAMES)
 
 
-def run_script(argv: list[str], context: Context, failed: Callable[[str], None]) -> int:
+def tell_failing(connection: LocalConnection, rank: int, error: BaseException, differs: bool = False) -> None:
+    """Tell the agent, in a line, of the exception with which the script ends."""
+    if isinstance(error, SystemExit):
+        reason, fault = f"the script called sys.exit({error.code!r})", ""
+    elif isinstance(error, DeadpoolError):
+        reason, fault = str(error), ""  # the agent writes it into the rank's file; the job says it once for all ranks
+    else:
+        reason, fault = _in_a_line(error), machine_fault(error)
+    connection.send(local.Failing(rank, f"{reason} ({fault})" if fault else reason, differs, bool(fault)))
+
+
+def _in_a_line(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return textwrap.shorten(text, max(REASON_CHARS, len(text.partition("\n")[0])), placeholder=" ...")
+
+
+def run_script(argv: list[str], context: Context, failed: Callable[[BaseException], None]) -> int:
     """Run the user's script as python would; the exit code for this process. `failed` hears why it did not end well."""
     try:
         try:
@@ -154,25 +171,20 @@ def run_script(argv: list[str], context: Context, failed: Callable[[str], None])
         if not isinstance(end.code, int):
             with contextlib.suppress(OSError):
                 print(end.code, file=sys.stderr, flush=True)
-        failed(f"the script called sys.exit({end.code!r})")
+        failed(end)
         return end.code if isinstance(end.code, int) else 1
     except DeadpoolError as error:
         if Mute.active:  # into the rehearsal's own file
             say(str(error), to=sys.stderr)
-        failed(str(error))  # the agent writes it into the rank's file; the job says it once for all ranks
+        failed(error)
         return error.exit_code
     except GenerationChanged:  # during start-up there is nothing to go back to: the agents end the job
         return context.link.wait_for_end(interruptible=False)
     except BaseException as error:
         with contextlib.suppress(OSError):
             traceback.print_exc()
-        failed(_in_a_line(error))
+        failed(error)
         return 1
-
-
-def _in_a_line(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
-    return textwrap.shorten(text, max(REASON_CHARS, len(text.partition("\n")[0])), placeholder=" ...")
 
 
 def spell_local_rank() -> None:

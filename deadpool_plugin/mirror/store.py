@@ -267,6 +267,12 @@ class SnapshotStore:
             self._release_slots(pair.rank)
             self._own[pair.rank] = pair
 
+    def disown(self, rank: Rank) -> None:
+        """Make the own slots of `rank`, which another node runs from now on, a mirror of it."""
+        with self._lock:
+            if (pair := self._own.pop(rank, None)) is not None:
+                self._mirrored[rank] = pair
+
     def prepare_own(self, rank: Rank, header_bytes: int, payload_bytes: int) -> None:
         """Make empty slots for a rank this node may take over: first touch is slow. Raises, Blocks: as `make_own`."""
         with self._makers.setdefault(rank, threading.Lock()):
