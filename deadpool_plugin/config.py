@@ -113,7 +113,8 @@ class Config(BaseModel):
 
     restarts_max: int = Field(default=3, ge=0)
     """How often within restarts_window_s a crashed process is replaced on its own host; with one more crash the whole
-    host counts as lost, and a spare takes over. 0: a crash always costs the host."""
+    host counts as lost, and a spare takes over. Crashes within patience_s of one that counts do not count. 0: a crash
+    always costs the host."""
 
     restarts_window_s: float = Field(default=3600.0, gt=0.0)
     """Seconds. A crash longer ago than this does not count any more. Hazard: a process that crashes again and again,

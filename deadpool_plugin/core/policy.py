@@ -57,12 +57,15 @@ class Timing:
 
 
 class Budget:
-    """A budget for each key: `most` times within any stretch of `window_s` seconds; 0: never."""
+    """A budget for each key: `most` times within any stretch of `window_s` seconds; 0: never.
+
+    What follows within `storm_s` of one that counts belongs to it, and does not count.
+    """
 
     # Source: systemd's StartLimitBurst within StartLimitIntervalSec; Erlang/OTP's restart intensity of a supervisor.
 
-    def __init__(self, most: int, window_s: float) -> None:
-        self._most, self._window_s = most, window_s
+    def __init__(self, most: int, window_s: float, storm_s: float = 0.0) -> None:
+        self._most, self._window_s, self._storm_s = most, window_s, storm_s
         self._spent: defaultdict[Hashable, deque[float]] = defaultdict(deque)
 
     def spend(self, key: Hashable, now: float) -> bool:
@@ -70,6 +73,8 @@ class Budget:
         spent = self._spent[key]
         while spent and now - spent[0] >= self._window_s:
             spent.popleft()
+        if spent and now - spent[-1] < self._storm_s:
+            return True
         if len(spent) >= self._most:
             return False
         spent.append(now)

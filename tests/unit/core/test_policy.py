@@ -35,15 +35,21 @@ def test_the_readme_shows_the_time_outs_in_their_order():
     assert list(shown.values()) == sorted(shown.values()) and list(shown) == list(expected)
 
 
-@given(most=st.integers(0, 4), window_s=st.integers(1, 20), gaps=st.lists(st.tuples(st.booleans(), st.integers(0, 12))))
-def test_a_budget_is_so_many_within_any_window(most, window_s, gaps):
-    budget, now = Budget(most, window_s), 0
+@given(
+    most=st.integers(0, 4),
+    window_s=st.integers(1, 20),
+    storm_s=st.integers(0, 4),
+    gaps=st.lists(st.tuples(st.booleans(), st.integers(0, 12))),
+)
+def test_a_budget_is_so_many_within_any_window(most, window_s, storm_s, gaps):
+    budget, now = Budget(most, window_s, storm_s), 0
     granted: dict[bool, list[int]] = {True: [], False: []}
     for key, gap in gaps:
         now += gap
         recent = [when for when in granted[key] if now - when < window_s]
-        assert budget.spend(key, now) is (len(recent) < most)
-        if len(recent) < most:
+        same_storm = bool(recent) and now - recent[-1] < storm_s
+        assert budget.spend(key, now) is (same_storm or len(recent) < most)
+        if not same_storm and len(recent) < most:
             granted[key].append(now)
 
 
