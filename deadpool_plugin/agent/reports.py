@@ -159,6 +159,7 @@ def sentence(event: events.Event) -> str:
         case events.SwapPlanned(restore_step=step, lost_ranks=lost, duration_s=duration):
             moves = [f"node {taker} takes over from node {node}" for node, taker in event.takers.items()]
             moves += [f"rank(s) {listed(lost)} get new processes on their hosts"] if lost else []
+            moves += [f"node {node} stands by from now on, since an error came back there" for node in event.vacated]
             back = f"all ranks go back to step {step}" if step >= 0 else "every rank begins its script again"
             return f"swap: {', '.join(moves) or 'no rank moves'}; {back} (decided in {duration:.2f} s)"
         case events.SpareCommandStarted(hosts=hosts, attempt=attempt):

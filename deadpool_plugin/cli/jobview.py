@@ -344,7 +344,7 @@ class JobView:
             takers = {int(lost): int(str(taker)) for lost, taker in event.takers.items()}
             gone = {*event.lost_nodes, *takers.values()}
             node_of = tuple(takers.get(owner, owner) for owner in self.world.node_of)
-            spares = (*self.world.spares, *event.joined)
+            spares = (*self.world.spares, *event.joined, *event.vacated)
             self._enter(World(generation, node_of, tuple(spare for spare in spares if spare not in gone)))
 
     def _enter(self, world: World) -> None:

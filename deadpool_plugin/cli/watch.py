@@ -146,6 +146,8 @@ def described(swap: Swap, superseded: bool = False) -> str:
         said.append(f"lost node {ranges(idle)}")
     if plan.joined:
         said.append(f"node {ranges(plan.joined)} joined")
+    if plan.vacated:
+        said.append(f"node {ranges(plan.vacated)} stands by, since an error came back there")
     if plan.lost_ranks:
         said.append(f"new process for rank {ranges(plan.lost_ranks)}")
     what = ", ".join(said if plan.takers else [*said, "no rank moves"])

@@ -90,6 +90,7 @@ class SwapPlanned(Event, frozen=True):
     joined: tuple[int, ...] = ()
     takers: dict[str, object] = {}
     duration_s: float = 0.0
+    vacated: tuple[int, ...] = ()  # living hosts whose ranks move: errors come back there
 
 
 class StepsUndone(Event, frozen=True):

@@ -13,7 +13,20 @@ from itertools import chain
 import msgspec
 
 from .placement import buddies_of, copies_needed, needs_payload, world_after
-from .types import MASK, NO_STEP, Holding, NodeId, Rank, Source, Step, SwapPlan, Unrecoverable, World, listed
+from .types import (
+    MASK,
+    NO_STEP,
+    Holding,
+    NodeId,
+    Rank,
+    Source,
+    Step,
+    Suspicion,
+    SwapPlan,
+    Unrecoverable,
+    World,
+    listed,
+)
 
 
 class RestorePoint(msgspec.Struct, frozen=True):
@@ -97,9 +110,14 @@ class Ledger:
         return len(payloads) >= copies_needed(world, copies)
 
     def restore_point(
-        self, world: World, survivors: Collection[NodeId], losses_max: int = 0, committed: Step = NO_STEP
+        self,
+        world: World,
+        survivors: Collection[NodeId],
+        losses_max: int = 0,
+        committed: Step = NO_STEP,
+        vacated: Collection[NodeId] = (),
     ) -> RestorePoint | str:
-        """The step every rank goes back to, and where from; or why there is none.
+        """The step every rank goes back to, and where from; or why there is none. The ranks of `vacated` nodes move.
 
         Every rank's snapshot of it exists on `survivors`. Of several such steps it is the newest of those that bear
         most further losses (up to `losses_max`), and none older than `committed` if that can be had.
@@ -111,7 +129,7 @@ class Ledger:
         alive = frozenset(survivors)
         points = {}
         for step in self._steps_of(0, alive):
-            sources = [source for _, source in self._sources(world, step, alive)]
+            sources = [source for _, source in self._sources(world, step, alive, vacated)]
             # A committed step was compared when it was; its numbers may be of a generation before this one.
             if None not in sources and (step <= committed or self._is_paired(world, step, alive)):
                 points[step] = RestorePoint(step, tuple(filter(None, sources)))
@@ -147,17 +165,20 @@ class Ledger:
     def missing(self, world: World, step: Step, nodes: Collection[NodeId]) -> tuple[Rank, ...]:
         return tuple(rank for rank, source in self._sources(world, step, nodes) if source is None)
 
-    def _sources(self, world: World, step: Step, nodes: Collection[NodeId]) -> Iterator[tuple[Rank, Source | None]]:
-        """Find the source of each rank that is not at home; None if `nodes` have its snapshot nowhere."""
+    def _sources(
+        self, world: World, step: Step, nodes: Collection[NodeId], vacated: Collection[NodeId] = ()
+    ) -> Iterator[tuple[Rank, Source | None]]:
+        """Find the source of each rank that is not at home, or whose home is `vacated`, which is the last to be asked;
+        None if `nodes` have its snapshot nowhere."""
         for rank, home in enumerate(world.node_of):
             copies = {node: copy for node, copy in self._copies.get((rank, step), {}).items() if node in nodes}
-            if home in copies and copies[home].payload:
+            if home in copies and copies[home].payload and home not in vacated:
                 continue
             # `rank`'s own payload comes before a replica's.
-            header_node = min(copies, key=lambda node: (not copies[node].payload, node), default=None)
+            header_node = min(copies, key=lambda n: (n in vacated, not copies[n].payload, n), default=None)
             replicas = copies[header_node].replicas if header_node is not None else ()
             holders = ((self._payload_nodes((same,), step, nodes), same) for same in (rank, *replicas))
-            found = next(((min(held), same) for held, same in holders if held), None)
+            found = next(((min(held, key=lambda n: (n in vacated, n)), same) for held, same in holders if held), None)
             yield rank, Source(rank, header_node, *found) if header_node is not None and found is not None else None
 
     def _why_none(self, world: World, survivors: Collection[NodeId]) -> str:
@@ -185,17 +206,21 @@ def plan_swap(
     may_start_over: bool = False,  # nothing is committed and nobody knows of training: the script may begin again
     copies: int = 1,
     able: tuple[NodeId, ...] = (),  # the spares that have rehearsed some rank
+    suspicions: tuple[Suspicion, ...] = (),
+    doubted: Collection[NodeId] = (),  # whose ranks move as far as there are spares
 ) -> SwapPlan | Unrecoverable:
     """The plan for the world without its lost nodes, or why there is none. One node takes all ranks of a lost one."""
     survivors = tuple(node for node in world.members if node not in lost)
+    free = sum(spare in survivors for spare in world.spares) + len(joined) - sum(node in lost for node in world.active)
+    vacated = tuple(node for node in world.active if node in doubted and node not in lost)[: max(free, 0)]
     lost_nodes = tuple(node for node in world.members if node in lost)
     vacant = tuple(rank for rank, node in enumerate(world.node_of) if node in lost)
-    point = ledger.restore_point(world, survivors, copies, newest_committed)
+    point = ledger.restore_point(world, survivors, copies, newest_committed, vacated)
     if isinstance(point, str) and may_start_over:
         point = RestorePoint(NO_STEP, ())
     if isinstance(point, str):
         return Unrecoverable(point, vacant, newest_committed)
-    after = world_after(world, lost, joined, copies, able)
+    after = world_after(world, lost, joined, copies, able, vacated)
     if after is None:
         spares = sum(spare in survivors for spare in world.spares) + len(joined)
         what = "no spare is left" if spares == 0 else f"only {spares} spare(s) are left"
@@ -203,6 +228,8 @@ def plan_swap(
         newest = max(newest_committed, point.step)
         return NoSpare(f"{what} for lost node(s) {listed(lost_nodes)}", vacant, newest)
     # The lowest surviving active node that offers a store hosts it, else a spare. A script that begins anew needs none.
-    order = sorted(node for node in world.active if node in survivors) + [n for n in world.spares if n in survivors]
+    living = [node for node in survivors if node not in vacated]  # the processes of these go on
+    order = sorted(node for node in world.active if node in living) + [n for n in world.spares if n in living]
     store = next((stores[node] for node in order if stores.get(node)), "") if point.step != NO_STEP else ""
-    return SwapPlan(after, point.step, lost_nodes, point.sources, store, lost_ranks, tuple(joined))
+    in_place = tuple(rank for rank in lost_ranks if world.node_of[rank] not in vacated)
+    return SwapPlan(after, point.step, lost_nodes, point.sources, store, in_place, tuple(joined), vacated, suspicions)

@@ -95,16 +95,18 @@ def world_after(
     joined: Mapping[NodeId, str] = {},  # with their racks, "" for none
     copies: int = 1,
     able: Nodes = (),
+    vacated: Nodes = (),
 ) -> World | None:
-    """The next world without the `lost` nodes, with the `joined` hosts as last spares; None if spares run out."""
-    takers = takers_of(world, lost, joined, able)
+    """The next world without the `lost` nodes, with the `joined` hosts as spares after those of before, and the
+    `vacated` ones, which live and whose ranks move, as the last ones; None if spares run out."""
+    takers = takers_of(world, {*lost, *vacated}, joined, able)
     if takers is None:
         return None
     gone = set(lost) | set(takers.values())
     after = World(
         generation=world.generation + 1,
         node_of=tuple(takers.get(node, node) for node in world.node_of),
-        spares=tuple(spare for spare in (*world.spares, *joined) if spare not in gone),
+        spares=tuple(spare for spare in (*world.spares, *joined, *vacated) if spare not in gone),
     )
     before = {
         takers.get(node, node): [takers.get(buddy, buddy) for buddy in buddies_of(world, node, copies)]

@@ -15,6 +15,8 @@ the start.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from . import api, local
@@ -24,9 +26,10 @@ from .messages import RankFailed, Report
 from .placement import held_by
 from .policy import Budget
 from .spares import Rehearsing
-from .types import NEVER, NO_STEP, Checkpoint, Failure, Generation, Holding, NodeId, Rank, Step, listed
+from .types import NEVER, NO_STEP, Checkpoint, Failure, Generation, Holding, NodeId, Rank, Step, Suspicion, listed
 
-AGAIN_WITHIN_STEPS = 2  # an error that comes back before more steps were committed is the script's own
+AGAIN_WITHIN_STEPS = 2  # an error that comes back before more steps were committed is the same one
+RAISES_MAX = 3  # of a script in a row, first and second on one host, third on another: then the error is its own
 STORE_GONE = "the process whose store the groups were to be built over is gone"
 
 
@@ -47,8 +50,9 @@ class Processes:
         self._lost_stores: set[str] = set()
         self.gone: dict[Rank, Failure] = {}
         self._gone_elsewhere: set[Rank] = set()
-        self._restarts = Budget(context.policy.restarts_max, context.policy.restarts_window_s)
-        self._raised_at: dict[Rank, Step] = {}
+        policy, storm_s = context.policy, context.timing.silent_after_s
+        self._restarts = Budget(policy.restarts_max, policy.restarts_window_s, storm_s)
+        self._suspicions: dict[Rank, Suspicion] = {}  # of all ranks, as decided, and newer ones of this node's
 
     @property
     def holdings(self) -> tuple[Holding, ...]:
@@ -137,8 +141,7 @@ class Processes:
             case api.WorkerLost(rank, reason):
                 return self._lose(Failure(rank, -1, reason))
             case api.WorkerFailed(rank, exit_code, reason):
-                what = f"script of rank {rank} on node {ctx.node} ended with {exit_code}: {reason}"
-                return not self._ends_the_job(rank, exit_code, what) and self._lose(Failure(rank, exit_code, what))
+                return self._raise(rank, exit_code, reason)
             case api.StoreOffered(address, local_slot, stand_in):
                 before = self.store
                 self._offers.pop(local_slot, None)
@@ -171,19 +174,42 @@ class Processes:
         self._ctx.note(rank not in ranks)
         ranks.add(rank)
 
-    def _ends_the_job(self, rank: Rank, exit_code: int, what: str) -> bool:
-        """Return whether the script's error would come back on any node, before training or as it has done already."""
-        ctx, before = self._ctx, self._raised_at.get(rank)
+    def suspicions(self, failed: Iterable[Failure] = ()) -> dict[Rank, Suspicion]:
+        """Those that count still, and those of scripts that have just `failed`. A rank that has got further since has
+        met another error."""
+        newest = self._ctx.newest_committed
+        found = {rank: one for rank, one in self._suspicions.items() if newest - one.step <= AGAIN_WITHIN_STEPS}
+        return found | {one.rank: Suspicion(one.rank, one.raises, newest) for one in failed if one.raises}
+
+    def _raise(self, rank: Rank, exit_code: int, reason: str) -> bool:
+        """Take in an error of the script, which ends the job before training, or if it came back here and elsewhere.
+
+        Returns: whether a promise that was made says too little now.
+        """
+        if rank in self.gone:
+            return False
+        ctx, before = self._ctx, self.suspicions().get(rank)
+        failure = Failure(rank, exit_code, reason, before.raises + 1 if before is not None else 1)
         # While a swap is under way others may be in the next generation already, whose verdict this is not.
         if not ctx.swapping and not ctx.has_trained:
-            ctx.stop(what, exit_code)
-        elif not ctx.swapping and before is not None and ctx.newest_committed - before <= AGAIN_WITHIN_STEPS:
-            others = listed(sorted(ctx.unproven - {rank}))
-            new = f"; rank(s) {others} run in new processes: do these issue other collectives?" if others else ""
-            ctx.stop(f"{what} (its process before that one failed after step {before}, too{new})", exit_code)
+            ctx.stop(self._told(failure), exit_code)
+        elif not ctx.swapping and failure.raises >= RAISES_MAX:
+            self.blame(failure)
         else:
-            self._raised_at[rank] = ctx.newest_committed
-        return ctx.ended
+            self._suspicions[rank] = Suspicion(rank, failure.raises, ctx.newest_committed)
+            return self._lose(failure)
+        return False
+
+    def _told(self, failure: Failure) -> str:
+        node = self._ctx.world.node_of[failure.rank] if self._ctx.formed else self._ctx.node
+        return f"script of rank {failure.rank} on node {node} ended with {failure.exit_code}: {failure.reason}"
+
+    def blame(self, failure: Failure) -> None:
+        """End the job for an error of the script that has come back too often."""
+        others = listed(sorted(self._ctx.unproven - {failure.rank}))
+        new = f"; rank(s) {others} run in new processes: do these issue other collectives?" if others else ""
+        again = f"{failure.raises} processes in a row, the last one on another host if a spare was there"
+        self._ctx.stop(f"{self._told(failure)} ({again}{new})", failure.exit_code)
 
     def _lose(self, failure: Failure) -> bool:
         """Record that a process is gone. Returns: whether that is news."""
@@ -197,7 +223,7 @@ class Processes:
             ctx.resign(f"rank {rank} was lost {often}: {failure.reason}")
         else:
             self.gone[rank] = failure
-            ctx.emit(RankLost(rank, failure.reason))
+            ctx.emit(RankLost(rank, self._told(failure) if failure.raises else failure.reason))
             return ctx.note(True)
         return False
 
@@ -219,6 +245,10 @@ class Processes:
         if plan.store in self._lost_stores:
             ctx.get_stuck(STORE_GONE)
         self._floor = plan.restore_step
+        for one in plan.suspicions:  # what this node knows of its own ranks may be newer
+            known = self._suspicions.get(one.rank)
+            if known is None or (known.step, known.raises) < (one.step, one.raises):
+                self._suspicions[one.rank] = one
         self._held = {key: holding for key, holding in self._held.items() if key[1] <= plan.restore_step}
         self._moves = 0
         if ctx.begins_at_top:

@@ -18,7 +18,7 @@ from .events import HostJoined, NodeLost, Note, StepsUndone, SwapPlanned, Unprot
 from .ledger import Ledger, NoSpare, plan_swap
 from .messages import Accepted, Decided, NodeFailed, Prepare, Promise, Propose, Refused, Report
 from .pairing import Pairing
-from .processes import Processes
+from .processes import RAISES_MAX, Processes
 from .types import NEVER, NO_STEP, Ballot, NodeId, Rank, SwapPlan, Unrecoverable, World, listed
 from .voter import Voter
 
@@ -192,10 +192,15 @@ class Swaps:
         ctx = self._ctx
         promises = {node: promise for node, promise in proposal.promises.items() if node not in proposal.lost}
         failed = {failure.rank: failure for promise in promises.values() for failure in promise.failed}
-        raised = [failure for _, failure in sorted(failed.items()) if failure.exit_code > 0]
-        if raised and len(failed) == len(ctx.world.node_of):  # an error that no rank was spared is the user's
-            ctx.stop(f"every rank failed: {raised[0].reason}", raised[0].exit_code)
+        same = {(failure.exit_code, failure.reason) for failure in failed.values() if failure.raises}
+        if len(same) == 1 and all(rank in failed and failed[rank].raises for rank in range(len(ctx.world.node_of))):
+            ((exit_code, reason),) = same
+            ctx.stop(f"the script of every rank ended with {exit_code}: {reason}", exit_code)
             return
+        if again := [failure for _, failure in sorted(failed.items()) if failure.raises >= RAISES_MAX]:
+            self._processes.blame(again[0])
+            return
+        doubted = [failure.rank for failure in failed.values() if failure.raises == RAISES_MAX - 1]
         # A replacement of the last swap has no calls from before its restore step: the job can go back no further.
         oldest = ctx.plan.restore_step if ctx.plan is not None else 0
         plan = proposal.inherited() or plan_swap(
@@ -209,6 +214,8 @@ class Swaps:
             may_start_over=not ctx.has_trained and ctx.newest_committed == NO_STEP,
             copies=ctx.policy.copies,
             able=tuple(node for node, promise in promises.items() if promise.able),
+            suspicions=tuple(self._processes.suspicions(failed.values()).values()),
+            doubted={ctx.world.node_of[rank] for rank in doubted},
         )
         if isinstance(plan, NoSpare) and ctx.policy.wait_for_hosts:
             proposal.waits_with = ctx.joinable  # all have said what they hold: that stays true for as long as it takes
@@ -277,7 +284,8 @@ class Swaps:
         moved = zip(ctx.world.node_of, plan.world.node_of, strict=True)
         takers: dict[str, object] = {str(lost): taker for lost, taker in moved if lost != taker}
         took_s = ctx.now - ctx.swap_since
-        ctx.emit(SwapPlanned(plan.restore_step, plan.lost_nodes, plan.lost_ranks, plan.joined, takers, took_s))
+        vacated = plan.vacated
+        ctx.emit(SwapPlanned(plan.restore_step, plan.lost_nodes, plan.lost_ranks, plan.joined, takers, took_s, vacated))
         for node in plan.joined:
             ctx.emit(HostJoined(node))
         if len(plan.world.members) == 1:

@@ -113,6 +113,15 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     rank: Rank  # whose process is gone from a healthy node
     exit_code: ExitCode  # of a script that ended by itself with an error, -1 if something else ended it
     reason: str
+    raises: Count = 0  # how often its script has raised by now, each time soon after the one before
+
+
+class Suspicion(msgspec.Struct, frozen=True, array_like=True):
+    """Errors of one rank's script that may be the script's own, or its host's (README.md, "Whose fault")."""
+
+    rank: Rank
+    raises: Count  # the newest one included
+    step: Step  # the newest committed one at the newest of them
 
 
 class Checkpoint(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -133,6 +142,8 @@ class SwapPlan(msgspec.Struct, frozen=True, array_like=True):
     store: str  # "" with NO_STEP, until one of the new processes offers one
     lost_ranks: tuple[Rank, ...] = ()  # on nodes that survive, which start a new process for them
     joined: tuple[NodeId, ...] = ()  # hosts that were no members before
+    vacated: tuple[NodeId, ...] = ()  # living nodes whose ranks move to others, and that stand by from now on
+    suspicions: tuple[Suspicion, ...] = ()  # those that count in this generation
 
 
 class Unrecoverable(msgspec.Struct, frozen=True, array_like=True):

@@ -4,7 +4,8 @@ Every step is a function of the step before, so a snapshot of wrong bytes shows 
 --steps N, --step-s SECONDS, --payload BYTES, --same-state (all ranks train the same array), --replicas RANKS,
 --children (two grandchildren, one in a session of its own), --rehearse-s SECONDS, --refuse RANK (its rehearsal),
 --differs RANK:ORDERS (so many of its agent's orders take over with other data than the rank read),
---exit-at RANK:STEP:CODE (RANK -1: every rank; CODE below 0: a signal; with --once only the rank's first process),
+--exit-at RANK:STEP:CODE (RANK -1: every rank; CODE below 0: a signal; with --once only the rank's first process, with
+--only-on NODE only there), --disk-fails-at RANK:STEP:TIMES (RANK -1: every rank, so many times each),
 --stuck-at RANK:STEP (deaf, the first process only), --killed-late RANK:SIGNAL (after the training),
 --fail-start RANK:CODE, --hold-at STEP with --hold-file FILE (goes on from there once the file exists; STEP -1: before
 it is ready to train). The last step is not made as long as there is FILE.stay.
@@ -13,6 +14,7 @@ it is ready to train). The last step is not made as long as there is FILE.stay.
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
 import os
 import select
@@ -27,6 +29,7 @@ from dist.stub_launch import be_called
 
 from deadpool_plugin.core import local
 from deadpool_plugin.launch.standby import Standby
+from deadpool_plugin.launch.worker import tell_failing
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.linux import die_with_parent
@@ -200,9 +203,16 @@ class Rank:
             self.process.pause(0.02)
 
     def maybe_exit(self) -> None:
-        if self.process.options.exit_at:
-            rank, step, code = map(int, self.process.options.exit_at.split(":"))
-            due = rank in (self.rank, -1) and self.step == step
+        options = self.process.options
+        if options.disk_fails_at:
+            rank, step, times = map(int, options.disk_fails_at.split(":"))
+            with open(f"{options.hold_file}.failed{self.rank}", "ab") as failed:
+                if rank in (self.rank, -1) and self.step == step and failed.tell() < times:
+                    failed.write(b".")
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if options.exit_at:
+            rank, step, code = map(int, options.exit_at.split(":"))
+            due = rank in (self.rank, -1) and self.step == step and options.only_on in ("", options.node)
             if due and (self.process.first or not self.process.options.once):
                 if code > 0:
                     raise RuntimeError(f"told to at step {step}") from SystemExit(code)
@@ -304,7 +314,7 @@ def become(options: argparse.Namespace, order: local.RunRank, tell: int) -> NoRe
         os._exit(int(end.code or 0))
     except BaseException as error:
         traceback.print_exc()
-        process.connection.send(local.Failing(order.rank, f"{type(error).__name__}: {error}"))
+        tell_failing(process.connection, order.rank, error)
         os._exit(int(error.__cause__.code or 0) if isinstance(error.__cause__, SystemExit) else 1)
     os._exit(1)
 
@@ -327,8 +337,11 @@ def main(words: list[str]) -> None:
     parser.add_argument("--killed-late", default="")
     parser.add_argument("--fail-start", default="")
     parser.add_argument("--once", action="store_true")
+    parser.add_argument("--only-on", default="")
+    parser.add_argument("--disk-fails-at", default="")
     parser.add_argument("--children", action="store_true")
     options = parser.parse_args([word for word in words if not word.startswith("--local_rank")])
+    options.node = os.environ["CROSS_RANK"]
     die_with_parent()
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
     Standby(connection, int(os.environ["LOCAL_RANK"]), functools.partial(become, options), ()).serve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 from dist.stub_cluster import StubCluster
@@ -57,7 +58,7 @@ def test_a_newcomer_that_reads_other_data_is_replaced_once_and_then_ends_the_job
                 and "rank 1 on node 1 ended with 1" in verdict.reason
             )
         refused = {event.reason for event in cluster.events(events.RehearsalFailed)}
-        assert len(cluster.events(events.RehearsalFailed)) == min(times, 2) and all("rank 1" in one for one in refused)
+        assert len(cluster.events(events.RehearsalFailed)) == min(times, 3) and all("rank 1" in one for one in refused)
     finally:
         cluster.close()
 
@@ -107,12 +108,15 @@ def test_all_processes_at_once(tmp_path):
 
 
 def test_the_budget_of_a_rank_is_its_nodes(tmp_path):
-    cluster = StubCluster(tmp_path, 4, 1, *RUN, more="memory_headroom_gib: 0\nrestarts_max: 1\n")
+    patience_s = 3.0
+    more = "memory_headroom_gib: 0\nrestarts_max: 1\n"
+    cluster = StubCluster(tmp_path, 4, 1, *RUN, more=more, patience_s=patience_s)
     try:
         ready(cluster)
         cluster.kill(1, "worker0")
         swapped(cluster)
         cluster.wait_for("protection again", lambda: len(cluster.events(events.Mirrored)) == 2)
+        time.sleep(patience_s)  # what follows within it is the same storm
         cluster.kill(1, "worker0")
         finishes(cluster, lost=[1])
         first, second = cluster.events(events.SwapPlanned)
@@ -134,13 +138,39 @@ def test_an_error_that_does_not_come_back_is_survived(tmp_path):
         cluster.close()
 
 
-def test_an_error_that_comes_back_ends_the_job_with_its_exit_code(tmp_path):
+def test_an_error_that_comes_back_is_tried_elsewhere_and_then_ends_the_job_with_its_exit_code(tmp_path):
     cluster = StubCluster(tmp_path, 3, 1, *RUN, "--exit-at", "1:9:3")
     try:
         ready(cluster)
         assert [cluster.wait_exit(node) for node in range(3)] == [3, 3, 3]
-        assert len(cluster.events(events.SwapPlanned)) == 1
-        assert "script of rank 1 on node 1 ended with 3: RuntimeError: told to at step 9" in cluster.output(0)
+        first, second = cluster.events(events.SwapPlanned)
+        assert in_place(first, 1) and (second.takers, second.vacated) == ({"1": 2}, (1,))
+        assert "script of rank 1 on node 2 ended with 3: RuntimeError: told to at step 9" in cluster.output(0)
+    finally:
+        cluster.close()
+
+
+def test_an_error_that_stays_on_its_host_leaves_it_standing_by(tmp_path):
+    cluster = StubCluster(tmp_path, 3, 1, *RUN, "--exit-at", "1:9:3", "--only-on", "1")
+    try:
+        ready(cluster)
+        finishes(cluster, lost=())
+        assert [(plan.lost_nodes, plan.vacated) for plan in cluster.events(events.SwapPlanned)] == [
+            ((), ()),
+            ((), (1,)),
+        ]
+        assert "node 1 stands by from now on" in cluster.all_output()
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("times", slow_but([1, 2, 5], 2))
+def test_an_error_of_the_machine_is_survived_however_often_it_comes(tmp_path, times):
+    cluster = StubCluster(tmp_path, 3, 1, *RUN, "--disk-fails-at", f"1:9:{times}")
+    try:
+        ready(cluster)
+        finishes(cluster, lost=())
+        assert "an error of a file system (Input/output error)" in cluster.all_output()
     finally:
         cluster.close()
 

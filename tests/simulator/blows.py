@@ -37,6 +37,17 @@ class Mispairing:
     rank: Rank = -1
 
 
+@dataclass(eq=False)
+class Curse:
+    """Errors that processes of `node` (-1: any) that run `rank` (-1: any) are to raise, so many. `of_host`: its host's,
+    as the processes can tell."""
+
+    node: NodeId
+    rank: Rank
+    left: int
+    of_host: bool
+
+
 class Flip(Loss):
     """A changed byte: what was sent is refused by its checksum."""
 
@@ -54,12 +65,23 @@ class Blows:
         self._mispairing: list[Mispairing] = []
         self.mispaired: Counter[Rank] = Counter()
         """How many processes of each rank have issued what their peers had not."""
+        self._curses: list[Curse] = []
+        self.raises: Counter[Rank] = Counter()
+        """How often each rank's script has raised an error that may be its own."""
         self._kinds: dict[str, Callable[[Fault, Node], bool]] = {
             "crash": lambda fault, node: self.crash(node),
             "kill": lambda fault, node: self.kill(node),
             "rack": self._rack,
             "process": lambda fault, node: self._process(fault, node, -9),
             "error": lambda fault, node: self._process(fault, node, 1),
+            "poison": lambda fault, node: self._curse(node, Curse(node.number, -1, fault.count, True)),
+            "cursed": lambda fault, node: self._curse(
+                node, Curse(node.number, self._some_rank(fault, node), fault.count, False)
+            ),
+            "broken": lambda fault, node: self._curse(
+                node, Curse(-1, self._some_rank(fault, node), fault.count, False)
+            ),
+            "storm": self._storm,
             "stuck": self._stuck,
             "hang": self._hang,
             "give_up": lambda fault, node: self._give_up(node),
@@ -146,7 +168,42 @@ class Blows:
         """By a signal, or with an error in its script."""
         process.end(exit_code)
         self.blamed.add(process.node.number)
+        self._raised(process.rank, exit_code)
+
+    def _raised(self, rank: Rank, exit_code: int) -> None:
         self._cluster.raised = self._cluster.raised or exit_code > 0
+        self.raises[rank] += exit_code > 0
+
+    def _some_rank(self, fault: Fault, node: Node) -> Rank:
+        ranks = self._cluster.newest_world.ranks_of(node.number)
+        return ranks[fault.pick % len(ranks)] if ranks else -2
+
+    def _curse(self, node: Node, curse: Curse) -> bool:
+        if curse.rank == -2:
+            return False
+        self._curses.append(curse)
+        return True
+
+    def cursed(self, process: Process) -> Curse | None:
+        """Choose the error that `process` raises in this step."""
+        node, rank = process.node.number, process.rank
+        for curse in self._curses:
+            if curse.left and curse.node in (-1, node) and curse.rank in (-1, rank):
+                curse.left -= 1
+                self.blamed.add(node)
+                if not curse.of_host:
+                    self._raised(rank, 1)
+                return curse
+        return None
+
+    def _storm(self, fault: Fault, node: Node) -> bool:
+        timeline, rng = self._cluster.timeline, self._cluster.rng
+        every = 1 + fault.pick % 2
+        struck = [one for host in self._cluster.nodes.values() for one in host.processes.alive][::every]
+        for process in struck:
+            self.blamed.add(process.node.number)
+            timeline.after(rng.random() * fault.pick % 3, process.end)
+        return bool(struck)
 
     def _stuck(self, fault: Fault, node: Node) -> bool:
         alive = node.processes.alive

@@ -40,7 +40,7 @@ class Checkers:
         self.committed: dict[Generation, Step] = {}
         """The newest step that was called committed in each generation."""
         self.memory = Memory(cluster)
-        self._restarts = Restarts(cluster.policy)
+        self._restarts = Restarts(cluster.policy, cluster.timing.silent_after_s)
         self._runs: dict[NodeId, list[Generation]] = {}
         """In which generation each node has run `spare_command`."""
 
@@ -146,8 +146,13 @@ class Checkers:
         if len(before.node_of) != len(plan.world.node_of):
             raise Violation("STABLE_WORLD", f"{len(before.node_of)} ranks became {len(plan.world.node_of)}")
         moved = {was for was, now in zip(before.node_of, plan.world.node_of, strict=True) if was != now}
-        if not moved <= set(plan.lost_nodes):
-            raise Violation("STABLE_WORLD", f"ranks of nodes {sorted(moved - set(plan.lost_nodes))} moved for nothing")
+        if not moved <= {*plan.lost_nodes, *plan.vacated}:
+            raise Violation("STABLE_WORLD", f"ranks of nodes {sorted(moved - {*plan.lost_nodes})} moved for nothing")
+        raised = {
+            node for node in plan.vacated for rank in before.ranks_of(node) if self._cluster.blows.raises[rank] > 1
+        }
+        if not set(plan.vacated) <= raised & {*plan.world.spares}:
+            raise Violation("RIGHT_VERDICT", f"nodes {plan.vacated} are made spares, though no error came back there")
 
     # -- BIT_EXACT -----------------------------------------------------------------------------------------------
 

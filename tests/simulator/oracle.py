@@ -7,12 +7,14 @@ every rank's snapshot of some step together makes a verdict wrong.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from deadpool_plugin.core import api
 from deadpool_plugin.core.events import JobStopped
 from deadpool_plugin.core.pairing import MISPAIRS
+from deadpool_plugin.core.processes import RAISES_MAX
 from deadpool_plugin.core.types import EXIT_FENCED, EXIT_UNRECOVERABLE, NO_STEP, NodeId, Step, SwapPlan, World
 
 from .memory import served
@@ -78,6 +80,11 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: JobStopped) -> None:
     if code != EXIT_UNRECOVERABLE:
         if code and not cluster.raised:
             raise Violation("RIGHT_VERDICT", f"node {node.number} ends the job with {code}: {reason}")
+        blamed = re.match(r"script of rank (\d+) ", reason)
+        if blamed and context.has_trained and cluster.blows.raises[int(blamed[1])] < RAISES_MAX:
+            raise Violation("RIGHT_VERDICT", f"node {node.number} blames a script too early: {reason}")
+        if reason.startswith("the script of every rank") and len(+cluster.blows.raises) < cluster.ranks:
+            raise Violation("RIGHT_VERDICT", f"node {node.number} blames every script, but not all raised: {reason}")
         return
     if cluster.strikes.struck["hang"] > 1 and "got any further" in reason:
         return  # of two processes that hang one after the other in one step the second ends the job

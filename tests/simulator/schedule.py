@@ -24,6 +24,10 @@ KINDS = {
     "rack": "a rack loses its power, or several hosts where racks are not known",
     "process": "a rank's process is killed; its host is well",
     "error": "a rank's script raises",
+    "poison": "the processes of a host raise an error of its device, `count` in all, each in its next step",
+    "cursed": "a rank's script raises in its next steps while it runs on its host, `count` times",
+    "broken": "a rank's script raises in its next steps wherever it runs, `count` times",
+    "storm": "all processes of the job are killed within `seconds`, of every host or of every second",
     "stuck": "a rank's process stands still and is killed by its agent",
     "hang": "a rank's process gets no further, and nobody sees why",
     "give_up": "a node's launcher ends it",
@@ -226,12 +230,16 @@ def as_file(found: Scenario) -> dict[str, Any]:
 
 
 _WEIGHTS = {
-    "crash": 3, "kill": 4, "rack": 1, "process": 4, "error": 1, "stuck": 1, "hang": 0.5, "give_up": 1, "pause": 3,
+    "crash": 3, "kill": 4, "rack": 1, "process": 4, "error": 1, "poison": 0.7, "cursed": 0.7,
+    "broken": 0.5, "storm": 0.5, "stuck": 1, "hang": 0.5, "give_up": 1, "pause": 3,
     "partition": 2, "oneway": 1, "part": 0, "rift": 0.5, "pair": 0.5, "deaf": 0.5, "reset": 1, "break": 2, "loss": 2,
     "delay": 3, "duplicate": 2, "flip": 1, "corrupt": 1, "mispair": 1.5, "join": 2, "stop": 0.2,
 }  # fmt: skip
 """`part` is in scenarios only: who hears too few of the others leaves, though most of them are there, and the checkers
 count that as a wrong verdict."""
+
+
+_COUNTS = {"rack": (2, 3), "mispair": (1, 1, 2), "poison": (1, 2, 5), "cursed": (2, 2, 3), "broken": (1, 2, 3)}
 
 
 def draw_fault(rng: random.Random, steps: int) -> Fault:
@@ -245,7 +253,7 @@ def draw_fault(rng: random.Random, steps: int) -> Fault:
         delay_s=rng.choice((0.0, 0.0, 0.01, 0.5, 5.0)) * rng.random(),
         who=rng.choice(WHO if moment else WHO[1:]),
         pick=rng.randrange(1000),
-        count=rng.randint(2, 3) if kind == "rack" else rng.choice((1, 1, 2)) if kind == "mispair" else 1,
+        count=rng.choice(_COUNTS.get(kind, (1,))),
         seconds=rng.choice((0.3, 3.0, 12.0, 45.0)) * (0.5 + rng.random()) if kind in LASTING else 0.0,
         strength=rng.choice((0.1, 0.5, 2.0)) if kind == "delay" else rng.choice((0.05, 0.3, 0.6)),
     )

@@ -198,6 +198,10 @@ class Process:
             yield self._cluster.compute_s()
             if self.hangs:
                 yield Signal()  # until it is interrupted
+            if (curse := self._cluster.blows.cursed(self)) is not None:
+                self.tell(local.Failing(self.rank, "it is cursed", of_host=curse.of_host))
+                self.timeline.after(0.0, self.end, 1)
+                yield Signal()
             assert self.state is not None and self.group is not None
             odd, self.odd = self.odd, None
             if odd is not None:

@@ -65,8 +65,8 @@ def test_a_decision_without_a_majority_is_found(monkeypatch):
 def test_a_step_that_not_everybody_has_is_found(monkeypatch):
     found = Ledger.restore_point
 
-    def newer(self, world, survivors, losses_max=0, committed=-1):
-        point = found(self, world, survivors, losses_max, committed)
+    def newer(self, world, survivors, losses_max=0, committed=-1, vacated=()):
+        point = found(self, world, survivors, losses_max, committed, vacated)
         return RestorePoint(point.step + 1, point.sources) if isinstance(point, RestorePoint) else point
 
     monkeypatch.setattr(Ledger, "restore_point", newer)
