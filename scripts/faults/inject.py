@@ -41,7 +41,7 @@ if __name__ == "__main__":
 from clusters import launched, processes
 
 from faults import deepspeed_hooks, hooks, save_hooks
-from faults.plan import Kill, Plan, is_rehearsal, strike
+from faults.plan import Kill, Plan, fail_disk, is_rehearsal, strike
 
 PHASES = ("forward", "backward", "optimizer", "mirror", "between")
 AT = re.compile(rf"(\d+)@(\d+):({'|'.join(PHASES)})")
@@ -106,7 +106,10 @@ class Injector:
         A process that only rehearses a rank is at none of them but `rehearsal`.
         """
         if is_rehearsal() == (phase == "rehearsal"):
-            self.strike_if_due(phase, step, int(os.environ.get("RANK", "-1")), os.getpid())
+            rank = int(os.environ.get("RANK", "-1"))
+            if self.plan.marker and self.plan.takes_poison(rank):
+                fail_disk()
+            self.strike_if_due(phase, step, rank, os.getpid())
 
     def strike_if_due(self, phase: str, step: int, rank: int, pid: int) -> None:
         kill = self.plan.due(phase, step, self.node, rank)

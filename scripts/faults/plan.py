@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -32,14 +33,15 @@ ORDERED = {
     "oom": ("fakecuda_order", b"refuse_malloc", 100),
 }
 """Faults of the device and of NCCL that the stand-ins in tests/fakecuda are ordered to have, and by which call."""
-KINDS = ("node", "rank", "raise", "stop", "silent", "gil", "assert", "reset", *ORDERED)
-"""node: SIGKILL of every process of the host; rank: of the worker; raise: an exception in the worker; stop: SIGSTOP
-of the worker; silent: SIGSTOP of every process of the host; gil: the worker sleeps for ever and holds the GIL;
-assert: a device-side assertion, of which the worker hears at one of its next CUDA calls; all of them fail then;
-reset: the worker's connections to other processes end, and nobody dies; spin: the worker's next kernel never ends;
-mute: its communicators neither send nor take anything more, their connections stay open; abort-hangs: its next abort
-does not return; issue: NCCL gives ncclSystemError where its next operation is issued; on-stream: that operation
-fails on its stream, with ncclRemoteError; oom: the device has no memory for an allocation made here."""
+KINDS = ("node", "rank", "raise", "poison", "stop", "silent", "gil", "assert", "reset", *ORDERED)
+"""node: SIGKILL of every process of the host; rank: of the worker; raise: an exception in the worker; poison: one that
+says that its host has failed; stop: SIGSTOP of the worker; silent: SIGSTOP of every process of the host; gil: the
+worker sleeps for ever and holds the GIL; assert: a device-side assertion, of which the worker hears at one of its
+next CUDA calls; all of them fail then; reset: the worker's connections to other processes end, and nobody dies;
+spin: the worker's next kernel never ends; mute: its communicators neither send nor take anything more, their
+connections stay open; abort-hangs: its next abort does not return; issue: NCCL gives ncclSystemError where its next
+operation is issued; on-stream: that operation fails on its stream, with ncclRemoteError; oom: the device has no
+memory for an allocation made here."""
 INJECTED = "a fault was planned here"
 CAUSES = {
     "assert": ("device-side assert", "CUDA error", "unhandled cuda error"),
@@ -68,7 +70,7 @@ class Kill:
         after: index of the fault that must have fired before; -1: none.
         hold: after this step every rank waits for `release`, so that whoever watches the job can get ready for the
             fault; 0: nobody waits.
-        also: further nodes that are killed at the same moment.
+        also: further nodes that are killed at the same moment; of kinds `rank` and `poison`: further ranks.
     """
 
     index: int
@@ -132,6 +134,16 @@ class Plan:
         with open(descriptor, "ab", buffering=0) as marker:  # by number: a follower's `open` of a path writes nothing
             marker.write(json.dumps(line).encode() + b"\n")
 
+    def poison(self, rank: int) -> None:
+        """Have the process of `rank` fail at the next place where a fault can be."""
+        self._file("poison", rank).touch()
+
+    def takes_poison(self, rank: int) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            self._file("poison", rank).unlink()
+            return True
+        return False
+
     # ---- holding a job at a step
 
     def hold(self, step: int) -> None:
@@ -184,6 +196,11 @@ def strike(
         kill_node(others_first)
         return
     record()
+    for rank in kill.also:
+        if kill.kind == "rank":
+            processes.send(plan.pid_of(rank), signal.SIGKILL)
+        else:
+            plan.poison(rank)
     _strike_worker(kill.kind, pid)
 
 
@@ -199,6 +216,8 @@ def _strike_worker(kind: str, pid: int) -> None:
         torch._assert_async(torch.zeros(1, device="cuda"))
     elif kind == "reset":
         end_connections()
+    elif kind == "poison":
+        fail_disk()
     elif kind in ORDERED:
         function, name, value = ORDERED[kind]
         if getattr(ctypes.CDLL(None), function)(name, ctypes.c_long(value)):
@@ -207,6 +226,11 @@ def _strike_worker(kind: str, pid: int) -> None:
             sys.modules["torch"].empty(1 << 28, device="cuda")
     else:
         raise Injected
+
+
+def fail_disk() -> None:
+    """Raises: OSError, as a file system does whose disk is gone."""
+    raise OSError(errno.EIO, os.strerror(errno.EIO), INJECTED)
 
 
 def end_connections() -> None:

@@ -22,6 +22,7 @@ from faults.job import Job  # noqa: E402
 from faults.pairs import during, node_lost  # noqa: E402
 from faults.plan import Kill  # noqa: E402
 from gpt.layouts import LAYOUTS  # noqa: E402
+from support import slow_but  # noqa: E402
 
 forked_node.import_all([name for name in forked_node.PRELOAD if name != "patches.cpu.applied"])  # for the forks
 
@@ -103,3 +104,18 @@ def test_training_connections_that_end_twice_are_no_error_of_the_script(tmp_path
 def test_an_exception_of_one_rank_is_survived(tmp_path, corpus, references):
     _, tail = run(tmp_path, corpus, references, [Kill(0, -1, 4, "forward", "raise", 3, hold=3)])
     assert not tail.of("NodeLost")
+
+
+@pytest.mark.parametrize("kind", slow_but(["rank", "poison"], 1))
+@in_zygote
+def test_all_processes_lost_at_once_are_back_from_host_memory(tmp_path, corpus, references, kind):
+    """There is no spare, and none is needed. The second time some ranks are in their backward and some are not.
+
+    An error that meets a rank while it is interrupted anyway costs it nothing.
+    """
+    kills = [
+        Kill(0, -1, 4, "optimizer", kind, 3, hold=3, also=(0, 1, 2, 4, 5, 6, 7)),
+        Kill(1, -1, 7, "backward", kind, 6, hold=6, also=(0, 1, 2, 3, 4, 5, 7)),
+    ]
+    _, tail = run(tmp_path, corpus, references, kills, layout="tp2-pp2-dp2", slots=2, spares=0)
+    assert not tail.of("NodeLost") and {event["rank"] for event in tail.of("RankLost")} == {*range(8)}
