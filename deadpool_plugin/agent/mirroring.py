@@ -82,7 +82,7 @@ class Mirroring:
             if store.own(rank) is pair:  # its process has gone meanwhile
                 store.release(rank)
             return
-        slot.running.in_training = True
+        slot.running.in_training, slot.running.unwound_for = True, generation
         self.adopt(profile)
         self._push_recording(rank)
         peer.send(local.ArenaHandOver(*shape), [pair.fd])

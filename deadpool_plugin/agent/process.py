@@ -321,9 +321,7 @@ class Agent:
                 self._workers.pause()
             case api.ResumeWorkers():
                 self._workers.resume()
-                generation = self._host.store.generation
-                if generation > self._reports.generation:  # fenced meanwhile: the time to unwind begins now
-                    self._workers.await_unwinding(generation)
+                self._workers.await_unwinding(self._host.store.generation)  # who has not yet has its time from now on
             case api.ReadCalls(generation=generation):
                 own = ((slot.rank, self._host.store.own(slot.rank)) for slot in self._node.slots if slot.rank >= 0)
                 ranks = [RankCalls(rank, read_calls(pair.calls, generation)) for rank, pair in own if pair is not None]

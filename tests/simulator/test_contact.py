@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from deadpool_plugin.core import events, policy
+from deadpool_plugin.core import api, events, policy
 from deadpool_plugin.core.voter import Voter
 from simulator.violation import Violation
 
@@ -186,3 +186,17 @@ def test_of_a_tie_the_half_with_the_first_active_node_goes_on(trained, lost):
     if lost == 0:  # they decide, and have only one spare for two
         assert codes[0] == codes[3] == 86
     assert all(code in (86, 87) for number, code in codes.items() if (number in half) != (0 in half))
+
+
+def test_processes_of_a_script_that_has_begun_again_are_not_ended_after_a_pause(start):
+    job = start()
+    job.until(lambda: job.all(api.StartWorkers))
+    job.lose(2)
+    job.train()
+    job.hold()
+    job.isolate([0], both_ways=False)
+    job.until(lambda: not runs(job, 1))
+    job.heal()
+    job.until(lambda: runs(job, 1))
+    job.idle(6 * job.timing.silent_after_s)
+    assert set(job.end().values()) == {0} and len(job.told(events.RankLost)) == 1
