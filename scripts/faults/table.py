@@ -23,6 +23,7 @@ RECORDS = {
     "2026-11-23-fault-matrix.jsonl": "Megatron-core: 15 layouts once more, newer code",
     "2026-11-23-saves.jsonl": "Megatron-core: checkpoint saves",
     "2026-11-26-fault-matrix.jsonl": "Megatron-core: all layouts once more, four drawn places, newer code",
+    "2026-11-26-fault-matrix-rewritten.jsonl": "Megatron-core: all layouts, four other drawn places, newer code",
     "2026-11-22-fault-matrix-deepspeed.jsonl": "DeepSpeed",
     "2026-11-26-fault-matrix-deepspeed.jsonl": "DeepSpeed: all layouts once more, four drawn places, newer code",
 }

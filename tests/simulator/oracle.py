@@ -57,7 +57,9 @@ def judge_plan(cluster: Cluster, plan: SwapPlan) -> None:
             "RESTORABLE",
             f"generation {generation + 1} goes back to step {plan.restore_step}, step {committed} was committed",
         )
-    if plan.restore_step == NO_STEP and any(before <= generation for before in cluster.checkers.committed):
+    # Step 0 is what a script that begins again comes to.
+    trained = any(before <= generation and step > 0 for before, step in cluster.checkers.committed.items())
+    if plan.restore_step == NO_STEP and trained:
         raise Violation("RESTORABLE", f"generation {generation + 1} begins the script again after a committed step")
     _must_be_blamed(cluster, plan.lost_nodes, min(plan.world.members), f"generation {generation + 1}")
 

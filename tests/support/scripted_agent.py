@@ -102,7 +102,7 @@ class ScriptedAgent:
         import faulthandler
         import sys
 
-        from deadpool_plugin.launch.worker import run_script, start_following, start_live
+        from deadpool_plugin.launch.worker import run_script, start_following, start_live, tell_failing
         from deadpool_plugin.worker.mute import Mute
 
         log = os.open(self.output / f"rank{rank}.{self.incarnations[rank]}.log", os.O_WRONLY | os.O_CREAT, 0o644)
@@ -120,8 +120,7 @@ class ScriptedAgent:
             role = local.RunRank(rank, {})
             context = start_live(connection, self.config, role, local_rank=0)
         self.before_script(rank, self.incarnations[rank])
-        failed = lambda reason: connection.send(local.Failing(rank, reason))  # noqa: E731
-        return run_script(list(self.argv), context, failed)
+        return run_script(list(self.argv), context, lambda error: tell_failing(connection, rank, error))
 
     def start_rehearsal(self, rank: int) -> None:
         self.incarnations[rank] += 1

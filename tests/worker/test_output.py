@@ -26,11 +26,13 @@ from deadpool_plugin.worker.mute import Mute
 
 REHEARSES = """
 import os, sys
-from deadpool_plugin.launch.worker import run_script
+from types import SimpleNamespace
+from deadpool_plugin.launch.worker import run_script, tell_failing
 from deadpool_plugin.worker.mute import Mute
 heard = os.dup(1)
 mute = Mute(int(sys.argv[1]))
-code = run_script(sys.argv[2:], None, lambda reason: os.write(heard, reason.encode() + b"\\n"))
+agent = SimpleNamespace(send=lambda message: os.write(heard, message.reason.encode() + b"\\n"))
+code = run_script(sys.argv[2:], None, lambda error: tell_failing(agent, 0, error))
 mute.lift()
 print("heard again", file=sys.__stdout__)
 print("heard again", flush=True)
