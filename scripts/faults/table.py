@@ -26,6 +26,7 @@ RECORDS = {
     "2026-11-26-fault-matrix-rewritten.jsonl": "Megatron-core: all layouts, four other drawn places, newer code",
     "2026-11-22-fault-matrix-deepspeed.jsonl": "DeepSpeed",
     "2026-11-26-fault-matrix-deepspeed.jsonl": "DeepSpeed: all layouts once more, four drawn places, newer code",
+    "2026-11-26-fault-matrix-deepspeed-rewritten.jsonl": "DeepSpeed: all layouts, four other drawn places, newer code",
 }
 HEAD = """# Fault matrices
 
