@@ -39,16 +39,19 @@ class Timeline:
 
     def run(self, until: float, events_max: int) -> None:
         """Let things happen until it is halted, `until` has passed, or nothing is to come; at most so many."""
-        due, following = self._due, self._next
+        due, following, pop = self._due, self._next, heapq.heappop
         for _ in range(events_max):
-            if self.halted or self.now > until or not (due or following):
+            if self.halted or self.now > until:
                 return
-            self.events += 1
             if following:
+                self.events += 1
                 following.popleft()()
-            else:
-                self.now, _, work, arguments = heapq.heappop(due)
+            elif due:
+                self.events += 1
+                self.now, _, work, arguments = pop(due)
                 work(*arguments)
+            else:
+                return
 
     def is_past(self, when: float) -> bool:
         """Return whether nothing more happens until `when`."""

@@ -48,6 +48,11 @@ class Due:
         return self.at
 
 
+def _wake(slept: asyncio.Future[None]) -> None:
+    if not slept.cancelled():
+        slept.set_result(None)
+
+
 class HostLoop(asyncio.AbstractEventLoop):
     """`rate`: how much faster than simulated time the host's clock runs; it began at `offset_s`.
 
@@ -87,6 +92,12 @@ class HostLoop(asyncio.AbstractEventLoop):
         self.timeline.after(delay / self._rate if delay > 0.0 else 0.0, self._fire, due)
         return due
 
+    async def sleep(self, delay: float) -> None:
+        """As asyncio's, at half of its cost."""
+        slept: asyncio.Future[None] = asyncio.Future(loop=self)
+        self.timeline.after(delay / self._rate, self._fire, Due(_wake, (slept,)))
+        await slept
+
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Due:
@@ -109,22 +120,22 @@ class HostLoop(asyncio.AbstractEventLoop):
 
     def _turn(self) -> None:
         """All that is ready now, and what that makes ready, as long as that is not too much at a time."""
-        ready, self._has_turn = self._ready, True
+        ready, self._has_turn, left = self._ready, True, CALLBACKS_MAX
         _running[0] = self
-        for _ in range(CALLBACKS_MAX):
-            if not ready or self.paused or self.gone:
-                break
+        while ready and left and not (self.paused or self.gone):
+            left -= 1
             due = ready.popleft()
-            if due.callback is not None:
+            if (callback := due.callback) is not None:
                 try:
-                    due.callback(*due.args)
+                    callback(*due.args)
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:
-                    self.call_exception_handler({"message": str(due.callback), "exception": error})
-        self._has_turn = bool(ready) and not self.paused and not self.gone
-        if self._has_turn:
+                    self.call_exception_handler({"message": str(callback), "exception": error})
+        if ready and not (self.paused or self.gone):
             self.timeline.next(self._turn)
+        else:
+            self._has_turn = False
 
     def run_from_here(self) -> None:
         """This is the running loop until another one is."""

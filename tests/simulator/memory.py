@@ -124,7 +124,7 @@ def _put(found: set[int], item: int, belongs: bool) -> None:
 
 def served(node: Node, rank: Rank, step: Step) -> tuple[bool, bool]:
     """Return whether `node` can serve that snapshot's header, and its payload: listed, in its slot, unchanged."""
-    holding, pair = node.store.lists(rank, step), node.store.pair(rank)
-    if holding is None or pair is None or (header := pair.open(step)) is None:
+    holding = node.store.lists(rank, step)
+    if holding is None or (pair := node.store.pair(rank)) is None or (header := pair.open(step)) is None:
         return False, False
     return True, holding.payload and is_whole(pair, header)

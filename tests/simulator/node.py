@@ -43,15 +43,21 @@ class Watched(Controller):
     def __init__(self, node: Node, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._node, self._cluster = node, node.cluster
+        self._ticks = node.number  # the hosts are counted by turns
 
     def step(self, event: api.Input, now: float) -> Iterable[api.Action]:  # type: ignore[override]
         node, cluster = self._node, self._cluster
-        if not self._ctx.ended:
-            cluster.coverage.sees(self, event)
-        if isinstance(event, local.WorkerFinished):
-            node.finished(event.rank)
-        actions: Sequence[api.Action] = super().step(event, now)
-        if not actions and cluster.nobody_watches:  # most ticks
+        if type(event) is api.Ticked:  # most of what there is: every eighth is counted
+            self._ticks += 1
+            if not (self._ticks & 7 or self._ctx.ended):
+                cluster.coverage.sees(self, event)
+        else:
+            if not self._ctx.ended:
+                cluster.coverage.sees(self, event)
+            if isinstance(event, local.WorkerFinished):
+                node.finished(event.rank)
+        actions: Sequence[api.Action] = Controller.step(self, event, now)
+        if not actions and cluster.nobody_watches:
             return ()
         cluster.stepped(node, event, actions)
         node.must_live()
@@ -83,7 +89,7 @@ class SimulatedAgent(Agent):
         super().__init__(*arguments)
         ours = self._controller
         self._controller = Watched(node, ours._ctx.node, ours._ctx.timing, ours._ctx.policy)
-        self._host_node, self._cluster = node, node.cluster
+        self._host_node, self._duplicates = node, node.cluster.blows.duplicates
 
     def _broke(self, error: BaseException) -> None:
         if isinstance(error, Killed):
@@ -95,10 +101,10 @@ class SimulatedAgent(Agent):
         super()._broke(error)
 
     def feed(self, event: api.Input) -> None:
-        if not (self._cluster.blows.duplicates and isinstance(event, api.Received)):
+        if not (self._duplicates and isinstance(event, api.Received)):
             super().feed(event)
             return
-        for _ in range(self._cluster.copies(event.sender, self._host_node.number)):
+        for _ in range(self._host_node.cluster.copies(event.sender, self._host_node.number)):
             super().feed(event)
 
 
