@@ -80,7 +80,7 @@ class Bulk:
             await asyncio.sleep(RETRY_S)
         if network.flips_a_bit(source.number, target.number):
             raise ConnectionClosed("a frame fails its checksum")
-        await self._node.loop.sleep(network.latency() + transfer_s)
+        await asyncio.sleep(network.latency() + transfer_s)
         if not target.runs:
             raise ConnectionClosed(f"node {target.number} is gone")
 

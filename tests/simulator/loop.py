@@ -48,11 +48,6 @@ class Due:
         return self.at
 
 
-def _wake(slept: asyncio.Future[None]) -> None:
-    if not slept.cancelled():
-        slept.set_result(None)
-
-
 class HostLoop(asyncio.AbstractEventLoop):
     """`rate`: how much faster than simulated time the host's clock runs; it began at `offset_s`.
 
@@ -91,12 +86,6 @@ class HostLoop(asyncio.AbstractEventLoop):
         due = Due(callback, args, self._offset_s + self._rate * self.timeline.now + delay)
         self.timeline.after(delay / self._rate if delay > 0.0 else 0.0, self._fire, due)
         return due
-
-    async def sleep(self, delay: float) -> None:
-        """As asyncio's, at half of its cost."""
-        slept: asyncio.Future[None] = asyncio.Future(loop=self)
-        self.timeline.after(delay / self._rate, self._fire, Due(_wake, (slept,)))
-        await slept
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
