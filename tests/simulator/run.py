@@ -171,11 +171,12 @@ def _why_not_live(cluster: Cluster, deadline: float) -> str:
 
 def _judge_the_end(cluster: Cluster) -> None:
     """Everybody is told the same end, or that a person wants one; of the members, whoever ended well has trained to the
-    end (a host that was replaced may hear of it, too)."""
+    end (a host that was replaced, or has lost its ranks, may hear of it before it hears of that)."""
     exits = {node.number: node.exit[0] for node in cluster.nodes.values() if node.exit is not None}
     for node in cluster.nodes.values():
         if exits.get(node.number) == 0 and node.number in cluster.newest_world.members:
-            for rank in node.controller.world.ranks_of(node.number) if node.controller.world else ():
+            own = node.controller.world.ranks_of(node.number) if node.controller.world else ()
+            for rank in set(own) & set(cluster.newest_world.ranks_of(node.number)):
                 generation, step, state = node.ends.get(rank, (-1, NO_STEP, None))
                 if (generation, step) != (node.controller.generation, cluster.last_step):
                     raise Violation("BIT_EXACT", f"the job ended well, and rank {rank} had not made its last step")
