@@ -52,12 +52,13 @@ class Config(BaseModel):
     ends (86) and names the ranks that are missing. A process that is on its way through past steps counts as long as it
     gets on. Hazard: a script that builds indices or loads a checkpoint for longer needs more."""
 
-    stall_timeout_s: float | None = Field(default=1800.0, ge=5.0)
-    """Seconds. If in training no step is mirrored and no process comes to its next collective for this long (a driver,
-    a file system or a network that hangs), all are interrupted and go on from the last step; a process that does not
-    let go is killed and replaced. If the same happens again before another step, the job ends (86). It stands in for
-    NCCL's own time-out, whose watchdog would end the process. null: never. Hazard: a save or an evaluation in which
-    nothing is communicated for longer needs more."""
+    stall_timeout_s: Literal["auto"] | float | None = "auto"
+    """Seconds, auto or null. If in training no step is committed and no process comes to its next call or collective
+    for this long, that is a hang (a driver, a file system, a network). The log says who never arrived, and where. Then
+    all are interrupted and go on from the last step; if it comes back the process is replaced, then its host. auto: 30
+    s or 8 times the longest of the last 32 steps; first steps, evaluations, saves and compilations have more
+    (deadpool_plugin/core/README.md). A number of at least 5: for all of them. null: never. It stands in for NCCL's own
+    time-out. Hazard: a number below what a save or an evaluation takes interrupts it again and again."""
 
     secret_file: Path = Path("~/.deadpool/secret")
     """File (mode 0600, the same content on every host) with the job's secret; who cannot prove it is refused. Jobs may
@@ -232,6 +233,14 @@ class Config(BaseModel):
         except RuntimeError as error:
             raise ValueError(f"names no user of {os.uname().nodename}") from error
         return found if info.field_name == "secret_file" else at_home  # of each host's own user
+
+    @field_validator("stall_timeout_s", mode="before")
+    @classmethod
+    def _stall_timeout(cls, value: Any) -> Any:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (value in (None, "auto") or (is_number and value >= 5)):
+            raise ValueError("must be auto, a number of seconds of at least 5, or null")
+        return value
 
     @field_validator("spares", mode="before")
     @classmethod

@@ -13,6 +13,7 @@ from ..core import api, local
 from ..core.types import NodeId, Rank, Step, World
 from ..host.machine import Machine
 from ..host.output import Pipe
+from ..host.proc import Stacks
 from ..transport.handshake import Credentials
 from ..transport.unix import LocalPeer
 from .reports import Reports
@@ -36,6 +37,7 @@ class Process:
     of_host: bool = False  # that is its host's fault
     stores: list[str] = field(default_factory=list)  # their addresses, which it has offered
     moved_from: tuple[float, Step] | None = None  # when, and at which step, it first told of its way
+    stacks: Stacks | None = None
     ended: bool = False
 
 

@@ -11,7 +11,7 @@ import contextlib
 import signal
 import traceback
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -21,13 +21,13 @@ from ..config import Config
 from ..core import api, local
 from ..core.controller import Controller
 from ..core.messages import Goodbye, RankCalls, Verdict
-from ..core.types import Generation, SwapPlan, listed
+from ..core.types import Generation, Rank, SwapPlan, listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, ConfigError, DeadpoolError, InvariantViolated, present
 from ..host.files import CONTACTS_FOLDER
 from ..host.machine import Machine
 from ..host.output import Cuts
 from ..host.proc import described_exit
-from ..transport.flight_recorder import read_calls
+from ..transport.flight_recorder import read_calls, read_place
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
 from ..transport.tasks import Tasks, begin, soon
@@ -254,6 +254,8 @@ class Agent:
             close_descriptors(descriptors)
         elif isinstance(message, local.RehearsalOutput):
             self._workers.keep_apart(peer.tag, peer, descriptors)
+        elif isinstance(message, local.StackFile):
+            self._workers.stack_file(peer.tag, peer, descriptors)
         else:
             self._heard(peer.tag, peer, message)
 
@@ -322,10 +324,11 @@ class Agent:
             case api.ResumeWorkers():
                 self._workers.resume()
                 self._workers.await_unwinding(self._host.store.generation)  # who has not yet has its time from now on
-            case api.ReadCalls(generation=generation):
-                own = ((slot.rank, self._host.store.own(slot.rank)) for slot in self._node.slots if slot.rank >= 0)
-                ranks = [RankCalls(rank, read_calls(pair.calls, generation)) for rank, pair in own if pair is not None]
-                self.feed(api.CallsRead(generation, tuple(ranks)))
+            case api.ReadCalls():
+                if action.stacks:
+                    self._tasks.start(self._read_stacks(action))
+                else:
+                    self._read_calls(action, {})
             case api.EndRank():
                 for slot in self._node.slots:
                     if slot.rank == action.rank and slot.living is not None:
@@ -354,6 +357,25 @@ class Agent:
                     self._reports.say(f"spares left: {left}; {self._links.how_to_join}")
             case api.Leave():
                 self._leave(action)
+
+    def _read_calls(self, action: api.ReadCalls, stacks: Mapping[Rank, tuple[str, ...]]) -> None:
+        own = ((slot.rank, self._host.store.own(slot.rank)) for slot in self._node.slots if slot.rank >= 0)
+        ranks = [
+            RankCalls(
+                rank,
+                read_calls(pair.calls, action.generation),
+                place=read_place(pair.calls, lambda: int(self._loop.time() * 1e9)),
+                stack=stacks.get(rank, ()),
+            )
+            for rank, pair in own
+            if pair is not None
+        ]
+        self.feed(api.CallsRead(action.generation, tuple(ranks), action.question))
+
+    async def _read_stacks(self, action: api.ReadCalls) -> None:
+        slots = [slot for slot in self._node.slots if slot.rank in action.stacks]
+        stacks = await asyncio.gather(*map(self._workers.stack, slots))
+        self._read_calls(action, {slot.rank: stack for slot, stack in zip(slots, stacks, strict=True)})
 
     def _leave(self, action: api.Leave) -> None:
         if not self._left.done():

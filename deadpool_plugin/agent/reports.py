@@ -168,6 +168,10 @@ def sentence(event: events.Event) -> str:
         case events.SpareCommandExhausted(attempts=attempts, window_s=window_s):
             often = f"{attempts} times within {window_s / 3600:.0f} h"
             return f"spare_command has brought no host {often} and is not run for now; to do: deadpool join"
+        case events.Stalled(step=step, waited_s=waited_s, limit_s=limit_s, what=what, cure=cure):
+            at = f" (at {' < '.join(frames)})" if (frames := _shown(event.stack)) else ""
+            then = cure or (f"after {limit_s:.0f} s it counts as a hang" if limit_s >= 0 else "it may take for ever")
+            return f"no progress for {waited_s:.0f} s since step {step}: {what}{at}; {then}"
         case events.StepsUndone(first=first, last=last, reason=reason):
             which, are = (f"step {last}", "is") if first == last else (f"steps {first} to {last}", "are")
             return f"{which} had been committed and {are} done again: {reason}"
@@ -196,6 +200,12 @@ def sentence(event: events.Event) -> str:
         case events.Note(text=text):
             return text if text.startswith("node ") else f"node {event.node}: {text}"
     return SENTENCES.get(type(event), "").format(event)
+
+
+def _shown(stack: Sequence[str]) -> list[str]:
+    """Choose the frames of a stack that say most: the innermost one, and the innermost of the script's own."""
+    own = (frame for frame in stack if "site-packages" not in frame and "deadpool_plugin" not in frame)
+    return list(dict.fromkeys([*stack[:1], *([one] if (one := next(own, "")) else [])]))
 
 
 def named(line: str, hosts: Mapping[NodeId, str]) -> str:

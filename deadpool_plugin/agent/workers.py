@@ -20,7 +20,7 @@ from ..core import api, local
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import EXIT_OK, invariant, present, shell_code
 from ..host.output import READ_S, LogFile, Repeats, printed_since, rank_file
-from ..host.proc import described_exit
+from ..host.proc import described_exit, frames_of
 from ..transport.tasks import Tasks
 from ..transport.unix import LocalPeer, close_descriptors
 from .node import LocalNode, Process, Slot
@@ -84,6 +84,22 @@ class Workers:
         )
         if not hello.rehearsing and self._start is not None:
             peer.send(self._start)
+
+    def stack_file(self, slot: Slot, peer: LocalPeer, descriptors: list[int]) -> None:
+        process = slot.living
+        if process is None or process.peer is not peer:
+            return close_descriptors(descriptors)
+        process.stacks = self._node.host.stacks(descriptors[0], process.pid)
+
+    async def stack(self, slot: Slot) -> tuple[str, ...]:
+        """Have the process of the slot's rank write its Python stack, into its log too. Returns: the frames."""
+        process = slot.running
+        if process is None or process.stacks is None:
+            return ()
+        text = await process.stacks.read()
+        if slot.pipe is not None:
+            slot.pipe.note(f"the Python stack of process {process.pid}, which gets no further:\n{text.rstrip()}")
+        return frames_of(text) or (text.strip(),)
 
     def store_offer(self, slot: Slot, message: local.StoreOffer) -> None:
         process = slot.living
@@ -165,6 +181,8 @@ class Workers:
 
     def _mark_ended(self, process: Process, kills: bool = False) -> None:
         process.ended = True
+        if process.stacks is not None:
+            process.stacks.close()
         self._processes.forget(process.pid)
         if kills and process.pid:  # else it has not said hello yet, and the next order ends it
             self._processes.kill(process.pid)

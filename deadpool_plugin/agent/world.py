@@ -233,13 +233,15 @@ def described_supply(config: Config) -> str:
 
 
 def timing_of(config: Config) -> Timing:
+    stall_s = config.stall_timeout_s
     return Timing(
         heartbeat_interval_s=config.heartbeat_interval_s,
         silent_after_s=config.patience_s,
         phase_timeout_s=config.phase_timeout_s,
         decision_timeout_s=config.decision_timeout_s,
         start_timeout_s=config.start_timeout_s,
-        stall_timeout_s=math.inf if config.stall_timeout_s is None else config.stall_timeout_s,
+        stall_timeout_s=stall_s if isinstance(stall_s, float) else None if stall_s == "auto" else math.inf,
+        saving_timeout_s=config.saving_timeout_s,
     )
 
 

@@ -142,6 +142,8 @@ class JobView:
     exit_code: int = 0
     heard_at: float = 0.0
     """When the newest event was written."""
+    stall: events.Stalled | None = None
+    """The newest word about what holds training up, until it gets on."""
     lines: deque[Line] = field(default_factory=lambda: deque(maxlen=200))
     """A reader may take them away."""
     _steps: dict[Rank, tuple[Generation, Step]] = field(default_factory=dict)
@@ -181,6 +183,13 @@ class JobView:
         usual_s = median_low(self._paces) if self._paces else 0.0  # one slow step among them, as a save, is not usual
         idle_s = now - self.stepped_at
         return idle_s if idle_s >= max(SLOW_S, SLOW_STEPS * usual_s) else 0.0
+
+    @property
+    def holds_up(self) -> events.Stalled | None:
+        """What holds training up now, as far as the job has said."""
+        stall = self.stall
+        is_old = stall is None or stall.generation < self.generation or stall.time < self.stepped_at
+        return None if is_old or self.outcome or self.swapping_since is not None else stall
 
     def doing(self, now: float) -> Doing:
         if self.outcome:
@@ -295,6 +304,8 @@ class JobView:
                     self.nodes[number].generation = max(self.nodes[number].generation, event.generation)
                 for swap in self._swaps_of(event):
                     swap.duration_s = event.duration_s
+            case events.Stalled():
+                self.stall = event
             case events.FirstStepDone():
                 for swap in self._swaps_of(event):
                     swap.first_step_s = max(swap.first_step_s or 0.0, event.duration_s)

@@ -132,8 +132,9 @@ def headline(view: JobView, now: float) -> str:
             back = f"all ranks go back to step {steps[-1]}" if steps else "agreeing on who takes over"
             return f"swap for {_since(view.swapping_since, now):.1f} s: {back}"
         case "training":
-            stalled_s = view.stalled_s(now)
-            return f"in training, but no step for {span(stalled_s)}" if stalled_s else "in training"
+            stalled_s, stall = view.stalled_s(now), view.holds_up
+            why = f": {named(stall.what, view.fate.hosts)}" if stall is not None else ""
+            return f"in training, but no step for {span(stalled_s)}{why}" if stalled_s else "in training"
         case "starting":
             return "starting"
     return "waiting for the first event"
@@ -251,6 +252,9 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
         "loss": view.loss,
         "committed_step": _known(view.committed),
         "committed_age_s": _since(view.committed_at or None, now),
+        "stalled_s": view.stalled_s(now),
+        "stalled": stall.what if (stall := view.holds_up) is not None else None,
+        "stalled_ranks": view.holds_up.ranks if view.holds_up is not None else (),
         "spares_left": len(view.world.spares) if view.world is not None else None,
         "spare_command": view.spare_command or None,
         "mirrored": view.protection in ("Mirrored", "Protected"),

@@ -5,6 +5,7 @@ Rules of this file: a wait ends with the operation's result, its error, or Gener
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -114,10 +115,16 @@ class SwapWork(HandleWork):
         if self.inner is None:
             return True
         self._check()
+        place = self._fabric.generations.place if threading.current_thread() is threading.main_thread() else None
+        if place is not None:
+            place.wait(self.operation.name, self.handle.key, self._peer())
         try:
             self._fabric.wait_for(self, timeout)
         except RuntimeError as error:
             self._fabric.generations.explain(error)
+        finally:
+            if place is not None:
+                place.go_on()
         if self.operation.name == "recv_anysource":  # of a plain receive only gloo's Work knows it
             self._source = self.inner._source_rank()
         self.inner = None
@@ -125,6 +132,11 @@ class SwapWork(HandleWork):
             on_done, self._on_done = self._on_done, None
             on_done()
         return True
+
+    def _peer(self) -> int:
+        """The rank that a send or receive is with, -1 if there is none."""
+        name = {"send": "dstRank", "recv": "srcRank"}.get(self.operation.name)
+        return self.handle.ranks[int(self.operation.argument(1, name))] if name else -1
 
     def when_done(self, call: Callable[[], None]) -> None:
         self._on_done = call

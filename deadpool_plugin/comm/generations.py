@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch.distributed as dist
 
 from ..errors import GenerationChanged
+from ..transport.flight_recorder import Whereabouts
 
 T = TypeVar("T")
 SLICE_S = 0.05
@@ -43,6 +44,8 @@ class Generations:
         self.announced_at = 0.0
         self.changed = threading.Condition()
         """Notified of each announcement; whoever waits for something else besides notifies it, too."""
+        self.place = Whereabouts()
+        """Where the main thread is; a rank's agent reads it once the rank has an arena."""
         self._explain_timeout_s, self._on_broken = explain_timeout_s, on_broken
 
     def announce(self, generation: int) -> bool:

@@ -61,6 +61,8 @@ class Groups(Runtime):
         self._replay: Replay | None = None
         self._training = False
         self._flight_recorder = FlightRecorder(self.calls_area, 0, ())
+        self._pairs = False
+        """What was counted began alike on all members: their communicators were built again."""
         self._created: list[tuple[int, ...]] = []
 
     @property
@@ -160,6 +162,7 @@ class Groups(Runtime):
             self.generations.enter(generation)
             self._network, self._replay, self._recorder, self._training = network, None, None, True
             _replace(handles, inners, aborted=True)
+            self._pairs = True
             self.begin_counting()
         table = c10d._world.pg_map
         for handle in handles:  # torch hands out each group's store to whoever asks: a living one
@@ -183,7 +186,9 @@ class Groups(Runtime):
 
     def cut(self, step: int) -> int:
         """Sum up this rank's collectives since the newest swap at the cut of `step`; 0 before the first swap."""
-        return self._flight_recorder.cut(step)
+        self.generations.place.made(step)
+        total = self._flight_recorder.cut(step)
+        return total if self._pairs else 0
 
     def issue(self, handle: Handle, operation: Operation) -> HandleWork:
         """Issue `operation` on what is behind `handle` now. Raises: GenerationChanged; in a rehearsal Divergence."""

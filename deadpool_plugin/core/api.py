@@ -85,6 +85,7 @@ class NodeGivenUp(Input, frozen=True):
 class CallsRead(Input, frozen=True):
     generation: Generation
     ranks: tuple[RankCalls, ...]  # what those of this node had issued in it when ReadCalls was carried out
+    question: int = 0  # as in ReadCalls
 
 
 class SpareRehearsed(Input, frozen=True):
@@ -151,7 +152,12 @@ class AbortWorkers(Action, frozen=True):
 
 
 class ReadCalls(Action, frozen=True):
-    generation: Generation  # read what our ranks have issued in it, without asking their processes; feed CallsRead
+    """Read what our ranks have issued in `generation`, and where they are, without asking their processes; have those
+    of `stacks` written by a signal's handler. Feed CallsRead, within seconds whatever their state is."""
+
+    generation: Generation
+    question: int = 0
+    stacks: tuple[Rank, ...] = ()
 
 
 class EndRank(Action, frozen=True):

@@ -118,7 +118,6 @@ class Context:
 
         # Written by one of the parts.
         self.step_s = 0.0  # the time between the two newest commits, where this node coordinates
-        self.stalls: list[Step] = []  # the committed step at each stall that follows another soon
         self.unproven: frozenset[Rank] = frozenset()
         """Ranks run by other processes than before, and of which too few steps were committed when the newest plan was
         decided. Each node is right about its own; a host that has joined takes all for new."""

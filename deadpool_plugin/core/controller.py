@@ -28,6 +28,7 @@ from .pairing import Pairing
 from .policy import Policy, Timing
 from .processes import Processes
 from .spares import JoinAttempt, SpareSupply
+from .stalls import Stalls
 from .swaps import Swaps
 from .types import EXIT_SIGNALLED, NEVER, Generation, NodeId, Rank, World
 
@@ -73,6 +74,7 @@ class Controller:
     def __init__(self, node: NodeId, timing: Timing, policy: Policy = Policy()) -> None:
         self._ctx = Context(node, timing, policy)
         self._processes = Processes(self._ctx)
+        self._stalls = Stalls(self._ctx)
         self._partition = PartialPartition(self._ctx)
         self._self_fencing = SelfFencing(self._ctx)
         self._joining: JoinAttempt | None = None
@@ -145,8 +147,8 @@ class Controller:
                 self._hear_early()
             case api.Joining(members, rack):
                 self._joining = JoinAttempt(ctx, members, rack)
-            case api.CallsRead(generation, ranks):
-                self._pairing.read(generation, ranks)
+            case api.CallsRead(generation, ranks, question):
+                self._pairing.read(generation, ranks, question)
             case api.NodeGivenUp(reason):
                 ctx.resign(reason)
             case api.StopRequested(reason, exit_code):
@@ -305,11 +307,11 @@ class Controller:
                     ctx.act(api.StartWorkers(world, store))
             case messages.Rehearse():
                 self._processes.rehearsing.ordered(message)
-            case messages.Compare(generation):
+            case messages.Compare(generation, question, stacks):
                 if generation == ctx.world.generation:
-                    ctx.act(api.ReadCalls(generation))
+                    ctx.act(api.ReadCalls(generation, question, stacks))
             case messages.Calls():
-                self._pairing.hear(sender, message)
+                (self._stalls if message.question else self._pairing).hear(sender, message)
             case messages.Replace():
                 self._pairing.replace(message)
             case messages.Prepare():
@@ -418,7 +420,8 @@ class Controller:
         ctx = self._ctx
         self._processes.begin_generation()
         self._pairing = Pairing(ctx, self._processes)
-        self._coordination = Coordination(ctx, self._pairing)
+        self._stalls.begin_generation(self._pairing)
+        self._coordination = Coordination(ctx, self._pairing, self._stalls)
         self._swaps = Swaps(ctx, self._processes, self._pairing)
         self._started = False
         self._ended: set[NodeId] = set()  # members that have ended the job in an older generation

@@ -1,4 +1,4 @@
-"""The coordinator's work between swaps: start the job, commit steps, send spares rehearsing, see a stall, end the job.
+"""The coordinator's work between swaps: start the job, commit steps, send spares rehearsing, end the job.
 
 Rules of this file: every node keeps the book (it costs nothing), only the coordinator speaks from it; a book lives as
 long as its generation; what has been committed stays so.
@@ -15,13 +15,12 @@ from .ledger import Ledger
 from .messages import Rehearse, Report, Start, Status, Verdict
 from .pairing import Pairing
 from .placement import rehearsals
-from .processes import AGAIN_WITHIN_STEPS
+from .stalls import Stalls
 from .types import NO_STEP, NodeId, Rank, Step, World, listed
 
 # Per heartbeat interval. With only one, a Status about a step would delay the next beat, and with it what members are
 # certain of.
 BEATS_MAX = 4
-STALLS_MAX = 3  # which end the job, each at most AGAIN_WITHIN_STEPS after the one before
 
 
 class Coverage:
@@ -71,8 +70,8 @@ class Coverage:
 class Coordination:
     """The book of one generation, and what the coordinator says from it."""
 
-    def __init__(self, context: Context, pairing: Pairing) -> None:
-        self._ctx, self._pairing = context, pairing
+    def __init__(self, context: Context, pairing: Pairing, stalls: Stalls) -> None:
+        self._ctx, self._pairing, self._stalls = context, pairing, stalls
         self._ledger = Ledger()
         self._contact = Contact(context.world, context.policy.witness)
         self._coverage = Coverage(context.world)
@@ -86,9 +85,6 @@ class Coordination:
         self._committed: Step = NO_STEP
         self._committed_at = self._said_at = self._beat_at = context.now
         self._said: Status | None = None
-        # When a rank was ready, a process got on or a step was committed, the last time; by `Context.awake`.
-        self._moved_at = context.awake
-        self._stalled = False
 
     @property
     def unready(self) -> tuple[Rank, ...]:
@@ -104,7 +100,7 @@ class Coordination:
         own = ctx.world.ranks_of(sender)
         fresh = {rank for rank in report.ready if rank in own} - self._ready
         if fresh or report.moved > self._coverage.reports[sender].moved:
-            self._moved_at = ctx.awake
+            self._stalls.moved()
         self._ready |= fresh
         self._finished.update(rank for rank in report.finished if rank in own)
         ctx.learn_checkpoint(report.checkpoint)
@@ -124,36 +120,14 @@ class Coordination:
         self._end_if_all_have()
         if ctx.ended or ctx.swapping:
             return ""
-        waited_s = ctx.awake - self._moved_at
-        if not ctx.training and waited_s >= ctx.timing.start_timeout_s:
+        if ctx.training:
+            return self._stalls.tick(self._finished, self._ledger)
+        waited_s = self._stalls.waited_s
+        if waited_s >= ctx.timing.start_timeout_s:
             ctx.stop(
                 f"rank(s) {listed(self.unready)} have not reached training in generation {ctx.world.generation}; no "
                 f"progress for {waited_s:.0f} s; raise start_timeout_s if the script needs more"
             )
-        if self._stalled or not ctx.training or waited_s < ctx.timing.stall_timeout_s:
-            return ""
-        return self._stall(waited_s)
-
-    def _stall(self, waited_s: float) -> str:
-        """End the job if a stall comes again and nothing, or a few steps each time, was committed since."""
-        ctx = self._ctx
-        if ctx.plan is not None:
-            self._pairing.ask(ended=self._finished)
-            if not self._pairing.answered:
-                return ""
-        self._pairing.judge()
-        if self._pairing.found or self._finished:  # who has finished may leave the others work to do without it
-            return ""
-        self._stalled = True
-        newest = ctx.newest_committed
-        reason = f"no step after {newest} was committed, and no rank got any further, for {waited_s:.0f} s"
-        if ctx.stalls and newest - ctx.stalls[-1] > AGAIN_WITHIN_STEPS:
-            ctx.stalls.clear()
-        ctx.stalls.append(newest)
-        if len(ctx.stalls) == 1 or (ctx.stalls[-2] < newest and len(ctx.stalls) < STALLS_MAX):
-            return f"{reason}: all ranks are interrupted and go on from there"
-        again = f"again (stalls after steps {listed(ctx.stalls)})"
-        ctx.stop(f"{reason}, {again}, after all ranks had been interrupted; raise stall_timeout_s if steps take longer")
         return ""
 
     def _advance(self) -> None:
@@ -177,7 +151,8 @@ class Coordination:
             step = self._ledger.committed(ctx.world, self._committed, ctx.policy.copies)
             if step > self._committed:
                 ctx.step_s = ctx.now - self._committed_at if self._committed != NO_STEP else 0.0
-                self._committed, self._committed_at, self._moved_at = step, ctx.now, ctx.awake
+                self._committed, self._committed_at = step, ctx.now
+                self._stalls.committed(step, ctx.step_s)
                 ctx.emit(StepCommitted(step))
             if self._ledger.unpaired > self._committed:
                 self._pairing.ask(f"what the ranks had issued by step {self._ledger.unpaired} does not pair")

@@ -93,6 +93,19 @@ class SwapPlanned(Event, frozen=True):
     vacated: tuple[int, ...] = ()  # living hosts whose ranks move: errors come back there
 
 
+class Stalled(Event, frozen=True):
+    """In training nothing has got on for `waited_s`: said after seconds, when that doubles, and when it is acted on."""
+
+    step: int  # the newest committed one
+    waited_s: float
+    limit_s: float = -1.0  # after which it is a hang; -1: never
+    ranks: tuple[int, ...] = ()  # for which all others wait, as far as is known
+    hosts: tuple[int, ...] = ()  # their nodes
+    what: str = ""  # who is where, and who waits for whom
+    stack: tuple[str, ...] = ()  # Python frames of the first of `ranks`, innermost first
+    cure: str = ""  # what is done about it, "" if nothing is yet
+
+
 class StepsUndone(Event, frozen=True):
     """Committed steps, `first` to `last`, are done again: `copies` did not cover the loss, and the swap went back."""
 

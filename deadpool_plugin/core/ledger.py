@@ -109,6 +109,18 @@ class Ledger:
         payloads = self._payload_nodes({rank, *own.replicas}, step, keepers) - {home}
         return len(payloads) >= copies_needed(world, copies)
 
+    def lacking(self, world: World, step: Step, copies: int = 1) -> str:
+        """Describe for people whose snapshot keeps `step` from being committed, the first one; "" if none does."""
+        for rank, home in enumerate(world.node_of):
+            held = self._copies.get((rank, step), {})
+            if home not in held:
+                return f"step {step} lacks the snapshot of rank {rank}, which node {home} has not staged"
+            if not self._is_safe(world, rank, step, copies):
+                without = [node for node in buddies_of(world, home, copies) if node not in held]
+                where = f"node {home} has not mirrored to node {listed(without)}" if without else "too few nodes hold"
+                return f"step {step} lacks the snapshot of rank {rank}, which {where}"
+        return ""
+
     def restore_point(
         self,
         world: World,

@@ -77,6 +77,12 @@ class RehearsalOutput(LocalMessage, frozen=True):
     descriptors: ClassVar[int] = 1  # the read end of the pipe that a rehearser writes to until it takes over
 
 
+class StackFile(LocalMessage, frozen=True):
+    """The file to which a signal has the process write its Python stack (host/proc.py)."""
+
+    descriptors: ClassVar[int] = 1
+
+
 class ConnectionBroke(LocalMessage, Input, frozen=True):
     rank: Rank  # whose collective failed for a broken connection, though no loss is known; it waits for a swap
     generation: Generation  # whose groups it belongs to
@@ -207,7 +213,7 @@ class WorkerEvent(LocalMessage, frozen=True):
 
 AnyLocalMessage = (
     SupervisorHello | StandbyExited | Leaving | End | StandbyHello | RunRank | WorkerExited | CannotEnd | WorkerHello
-    | RehearsalOutput | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver | Staged | Committed | Abort
-    | Join | Recording | Rehearsed | History | Moved | WorkerMoved | ConnectionBroke | TakeOver | Unwound | Saving
-    | WorkerRestored | OutOfReach | CheckpointSaved | Failing | WorkerFinished | WorkerEvent
+    | RehearsalOutput | StackFile | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver | Staged
+    | Committed | Abort | Join | Recording | Rehearsed | History | Moved | WorkerMoved | ConnectionBroke | TakeOver
+    | Unwound | Saving | WorkerRestored | OutOfReach | CheckpointSaved | Failing | WorkerFinished | WorkerEvent
 )  # fmt: skip

@@ -6,6 +6,8 @@ fences it. A message of an older generation is ignored by its receiver (invarian
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from .types import (
@@ -101,24 +103,45 @@ class GroupCalls(msgspec.Struct, frozen=True, array_like=True):
     cuts: tuple[tuple[Step, Count, Digest], ...] = ()  # number and digest at the cuts of the newest steps
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank's process is, as it wrote it down last (transport/flight_recorder.py)."""
+
+    activity: Annotated[int, msgspec.Meta(ge=0, le=8)]  # of signatures.Activity
+    call: str  # the training call that it is in, "" in the script's own code
+    step: Step  # the last one that it has made
+    for_s: float  # since it entered, by its host's clock
+    longest_s: float = 0.0  # that it was in one of this activity before
+    waits: bool = False  # for others, in `operation`
+    operation: str = ""
+    group: str = ""  # the key of the group in which it waits
+    peer: Annotated[int, msgspec.Meta(ge=-1, le=1 << 24)] = -1  # the rank of a send or receive, -1 in a collective
+
+
 class RankCalls(msgspec.Struct, frozen=True, array_like=True):
     rank: Rank
     groups: tuple[GroupCalls, ...]
     newcomer: bool = False  # it is unproven (context.py)
     again: bool = False  # the process before it was ended for what it had issued
+    place: Place | None = None
+    stack: tuple[str, ...] = ()  # the Python frames of its main thread, innermost first, if they were asked for
 
 
 class Compare(OfGeneration, frozen=True):
-    """The ranks of an active node are to say what they have issued."""
+    """The ranks of an active node are to say what they have issued, and where they are."""
+
+    question: Count = 0  # comes back with the answer; 0: whether collectives pair (pairing.py), else stalls.py's
+    stacks: tuple[Rank, ...] = ()  # whose Python stack is asked for, too
 
 
 class Calls(OfGeneration, frozen=True):
     ranks: tuple[RankCalls, ...]  # the answer to Compare
+    question: Count = 0
 
 
 class Replace(OfGeneration, frozen=True):
     rank: Rank
-    reason: str  # to end its process, which has issued other collectives than the others
+    reason: str  # to end its process: it has issued other collectives than the others, or
+    hung: bool = False  # it gets no further, and the others wait for it
 
 
 class JoinRequest(Message, frozen=True):

@@ -6,7 +6,7 @@ is not compared.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -79,19 +79,29 @@ class Pairing:
             self._judged = self.found  # an answer that comes late is one all the same
             self.judge()
 
-    def read(self, generation: Generation, ranks: Iterable[RankCalls]) -> None:
+    def compare(self, calls: Mapping[NodeId, tuple[RankCalls, ...]], ended: Collection[Rank]) -> bool:
+        """Judge by `calls`, which were asked for because of a stall. Returns: whether somebody differs."""
+        if not self.found:
+            self._asked_at = self._ctx.awake if self._asked_at == NEVER else self._asked_at
+            self._calls, self._ended = dict(calls), frozenset(ended)
+            self._repeated = self._judged = False
+            self.judge()
+        return self.found or self._ctx.ended
+
+    def read(self, generation: Generation, ranks: Iterable[RankCalls], question: int = 0) -> None:
         ctx = self._ctx
         if generation == ctx.world.generation:
             told = []
             for one in ranks:
                 again = ctx.replaced.get(one.rank, generation) < generation
                 told.append(msgspec.structs.replace(one, newcomer=one.rank in ctx.unproven, again=again))
-            ctx.send(ctx.coordinator, Calls(generation, tuple(told)))
+            ctx.send(ctx.coordinator, Calls(generation, tuple(told), question))
 
     def replace(self, message: Replace) -> None:
         ctx, rank = self._ctx, message.rank
         if message.generation == ctx.world.generation and rank in ctx.world.ranks_of(ctx.node):
-            ctx.replaced[rank] = message.generation
+            if not message.hung:
+                ctx.replaced[rank] = message.generation
             if rank not in self._processes.gone:
                 ctx.act(EndRank(rank, message.reason))
 

@@ -36,9 +36,10 @@ class Timing:
     start_timeout_s: float = 1800.0
     """After the start and after each swap all ranks must be in training within this time; else the job stops. It
     begins anew with each rank that gets there, and whenever a newcomer on its way through past steps gets on."""
-    stall_timeout_s: float = 1800.0
-    """In training: if for so long no step is committed and no process says that it gets on, all are interrupted and go
-    on in a new generation; at a second time without a step in between the job stops. Infinite: never."""
+    stall_timeout_s: float | None = None
+    """In training: if for so long no step is committed and no process says that it gets on, that is a hang. Infinite:
+    never. None: what stalls.py finds."""
+    saving_timeout_s: float = 300.0  # of a process in a save, and none of its own saves has taken an eighth of it
 
     @property
     def lease_s(self) -> float:

@@ -12,6 +12,7 @@ Rules of this file: a difference is believed only where both sides are known.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
@@ -29,7 +30,31 @@ DTYPES = (
     "", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64",
     "complex128", "bool", "float8",
 )  # fmt: skip
+DEVICE = "its device"  # what a process waits for if a communication library works there
 REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+
+
+class Activity(enum.IntEnum):
+    """The activities of a process in training that have time limits of their own (stalls.py)."""
+
+    SCRIPT = 0  # the script's own code, outside all training calls
+    STEP = 1  # a training call
+    FIRST_STEP = 2  # the same, before this process has made a step
+    STEP_AGAIN = 3  # the same, before this process has made a step in this generation
+    FIRST_EVALUATION = 4  # of this process
+    EVALUATION = 5
+    FIRST_SAVE = 6
+    SAVE = 7
+    COMPILATION = 8
+
+    def __str__(self) -> str:
+        return _ACTIVITIES[self]
+
+
+_ACTIVITIES = (
+    "the script's own code", "a training call", "its first step", "its first step since the swap",
+    "its first evaluation", "an evaluation", "its first save", "a save", "a compilation",
+)  # fmt: skip
 
 
 class Signature(NamedTuple):

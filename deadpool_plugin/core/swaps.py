@@ -112,12 +112,18 @@ class Swaps:
             # It counts on a lost node's promise. A later loss is the next generation's.
             return self.proposal.plan is None and any(node not in self.proposal.lost for node in suspects)
         if not suspects:
-            return self._processes.any_gone or self._is_stuck or ctx.swapping or (ctx.training and bool(ctx.joinable))
+            return self._processes.any_gone or self._is_stuck or ctx.swapping or self._may_join
         if not all(ctx.is_silent(node) for node in suspects):
             return True
         # If others fall silent too it may be this node that hears nobody, and whoever it asks to go on without the
         # silent ones makes them leave.
         return not any(ctx.watch.is_late(node, ctx.awake) for node in ctx.living if node != ctx.node)
+
+    @property
+    def _may_join(self) -> bool:
+        """Return whether hosts are waiting to be taken in, and there is a step that all could go back to."""
+        ctx = self._ctx
+        return ctx.training and ctx.newest_committed != NO_STEP and bool(ctx.joinable)
 
     def _without_quorum(self, suspects: Mapping[NodeId, str]) -> None:
         """Ask whether others know of a newer generation, and end alone if not: they may see it otherwise and go on."""

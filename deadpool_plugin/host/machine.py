@@ -165,6 +165,10 @@ class Machine:
         """Read what processes of the node print, from `descriptor`, which is the pipe's from now on."""
         return Pipe(descriptor, self.output)
 
+    def stacks(self, descriptor: int, pid: int) -> proc.Stacks:
+        """Read the Python stack of process `pid`, which writes it into `descriptor`, ours from now on."""
+        return proc.Stacks(descriptor, pid)
+
     def serve(
         self,
         on_message: Callable[[LocalPeer, AnyLocalMessage, list[int]], None],

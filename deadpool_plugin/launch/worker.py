@@ -27,6 +27,7 @@ from ..config import MIB, Config
 from ..core import local
 from ..errors import DeadpoolError, GenerationChanged
 from ..host.output import say
+from ..host.proc import write_stacks
 from ..transport import linux
 from ..transport.unix import LocalConnection
 from ..worker.faults import machine_fault
@@ -46,6 +47,7 @@ def become(config: Config, local_rank: int, script: list[str], order: local.RunR
     linux.name_process(f"python-{'spare' if order.rehearses else 'rank'}{order.rank}")
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
     connection.send(local.WorkerHello(local_rank, os.getpid(), order.rank, order.rehearses, order.order))
+    connection.send(local.StackFile(), [write_stacks()])
     try:
         if order.rehearses:
             read_end, write_end = os.pipe()

@@ -1,5 +1,7 @@
 """The flight recorder of a rank: its collectives in each group, in memory that its agent reads while the process hangs.
 
+Beside them the place of its main thread: the activity and call it is in, and the operation that it waits for.
+
 Rules of this file: the rank's process writes, the agent reads, nobody waits. A collective is one code (core/signatures)
 in a ring and three words before it; the third tells a reader that it has met the writer half-way. An area
 belongs to one generation. Groups that find no room are compared at cuts all the same, but nobody can name their calls.
@@ -7,12 +9,14 @@ belongs to one generation. Groups that find no room are compared at cuts all the
 
 from __future__ import annotations
 
+import contextlib
 import struct
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from ..core.messages import GroupCalls
-from ..core.signatures import FACTOR, share
+from ..core.messages import GroupCalls, Place
+from ..core.signatures import FACTOR, Activity, share
 from ..core.types import MASK, Generation, Step
 
 RECENT = 96
@@ -31,6 +35,9 @@ _CODE = struct.Struct("<Q")
 _NOW_AT = _NAME.size
 _CUTS_AT = _NOW_AT + _NOW.size
 _RING_AT = _CUTS_AT + 2 * _CUT.size
+_NAME_BYTES = 48  # of a call
+_PLACE = struct.Struct(f"<QBBqQQi{_NAME_BYTES}s32s56s")  # as `Whereabouts` writes it; the first word counts the changes
+_PLACE_AT = 64  # behind the head
 _BEGIN = 1  # the digest of nothing
 _TRIES = 8
 
@@ -76,6 +83,95 @@ class FlightRecorder:
     def cut(self, step: Step) -> int:
         """Sum this rank's collectives up to `step`: the sums of all ranks add up to 0 if they pair."""
         return sum(record.cut(step) for record in self.records) & MASK
+
+
+class Whereabouts:
+    """The place of this process's main thread. Thread: that one only.
+
+    `clock` gives nanoseconds, by a clock that the agent has, too."""
+
+    def __init__(self, area: memoryview = memoryview(b""), clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._area, self._clock = area if len(area) else memoryview(bytearray(_ENTRY_BYTES)), clock
+        self._activity, self._call, self._step = Activity.SCRIPT, b"", -1
+        self._changes, self._entered = 0, clock()
+        self._longest = [0] * len(Activity)
+        self._lasted = [0] * len(Activity)  # as `_longest`, those since the newest step included
+        self._waiting = _NOWHERE
+        self._write()
+
+    def enter(self, activity: Activity, call: str) -> tuple[Activity, bytes, int]:
+        """Begin an activity. Returns: the one before, to `leave` to."""
+        before = self._activity, self._call, self._entered
+        if not self._longest[activity]:
+            activity = _FIRST.get(activity, activity)
+        self._activity, self._call, self._entered = activity, call.encode()[-_NAME_BYTES:], self._clock()
+        self._waiting = _NOWHERE
+        self._write()
+        return before
+
+    def leave(self, before: tuple[Activity, bytes, int], whole: bool = True) -> None:
+        """End the activity, and whatever it waited for. `whole`: what it took is a measure for the next one."""
+        now, kind = self._clock(), _LATER.get(self._activity, self._activity)
+        if whole:
+            self._lasted[kind] = max(self._lasted[kind], now - self._entered, 1)
+        self._activity, self._call, self._entered = before
+        if self._activity is Activity.SCRIPT:
+            self._entered = now
+        self._waiting = _NOWHERE
+        self._write()
+
+    @contextlib.contextmanager
+    def within(self, activity: Activity, call: str) -> Iterator[None]:
+        """Enclose an activity, which may be within another one."""
+        before = self.enter(activity, call)
+        try:
+            yield
+        except BaseException:
+            self.leave(before, whole=False)
+            raise
+        self.leave(before)
+
+    def made(self, step: Step) -> None:
+        """Note a step. A first save or evaluation ends with it: it may be many calls, and its first one short."""
+        self._step, self._longest = step, self._lasted.copy()
+
+    def wait(self, operation: str, group: str, peer: int = -1) -> None:
+        """Begin to wait for others in `operation`; `peer`: the one rank it is with."""
+        self._waiting = (True, peer, operation.encode(), group.encode())
+        self._write()
+
+    def go_on(self) -> None:
+        self._waiting = _NOWHERE
+        self._write()
+
+    def _write(self) -> None:
+        self._changes += 1
+        longest = self._longest[_LATER.get(self._activity, self._activity)]
+        waits, peer, operation, group = self._waiting
+        _PLACE.pack_into(
+            self._area, _PLACE_AT, self._changes, self._activity, waits, self._step, self._entered, longest, peer,
+            self._call, operation, group,
+        )  # fmt: skip
+
+
+_NOWHERE = (False, -1, b"", b"")  # it waits for nobody
+_LATER = {Activity.FIRST_EVALUATION: Activity.EVALUATION, Activity.FIRST_SAVE: Activity.SAVE}
+_FIRST = {later: first for first, later in _LATER.items()}
+
+
+def read_place(area: memoryview, clock: Callable[[], int] = time.monotonic_ns) -> Place | None:
+    """Read where the process is; None if it has not said, or every look met it at work."""
+    for _ in range(_TRIES):
+        found = bytes(area[_PLACE_AT : _PLACE_AT + _PLACE.size])
+        if found != bytes(area[_PLACE_AT : _PLACE_AT + _PLACE.size]):
+            continue
+        changes, activity, waits, step, entered, longest, peer, *names = _PLACE.unpack(found)
+        if not changes:
+            return None
+        call, operation, group = (name.rstrip(b"\0").decode(errors="replace") for name in names)
+        for_s = max(0.0, (clock() - entered) / 1e9)
+        return Place(activity, call, step, for_s, longest / 1e9, bool(waits), operation, group, peer)
+    return None
 
 
 def read_calls(area: memoryview, generation: Generation) -> tuple[GroupCalls, ...]:

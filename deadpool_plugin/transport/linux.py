@@ -19,6 +19,7 @@ MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
+_TGKILL = {"x86_64": 234, "aarch64": 131}
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # on every machine
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -49,6 +50,11 @@ def await_end(pidfd: int, within_s: float | None = None) -> bool:
     end = select.poll()  # `select` takes no descriptor above 1023, of which a trainer may have many
     end.register(pidfd, select.POLLIN)
     return bool(end.poll(None if within_s is None else max(0.0, within_s) * 1000))
+
+
+def tgkill(pid: int, thread: int, number: int) -> None:
+    """Send a signal to one thread of a process. Raises: OSError"""
+    _syscall(_TGKILL.get(os.uname().machine, -1), ctypes.c_int(pid), ctypes.c_int(thread), ctypes.c_int(number))
 
 
 def pidfd_send_signal(pidfd: int, number: int) -> None:

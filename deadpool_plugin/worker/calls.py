@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..errors import WHOLE_STEP, Unsupported
 from . import codec
 from .iterators import IteratorTable, RewindIterator
@@ -68,6 +70,11 @@ class Call:
     def is_read(self) -> bool:
         """Whether its effects are read, whatever its value: gradients, buffers by the script, state by a snapshot."""
         return self.kind in MAKES_STEP | RUNS_MODEL
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it runs the model, and no update comes of it."""
+        return self.kind is CallKind.FORWARD and (not torch.is_grad_enabled() or bool(self.kwargs.get("forward_only")))
 
     def check(self) -> None:
         """Raises: Unsupported if what it was given is not what it was, so that it cannot be executed again."""

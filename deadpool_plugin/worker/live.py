@@ -8,6 +8,7 @@ wait at the end of the script, and gets no further than here; another one meanwh
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,8 +19,10 @@ from ..comm.collective import Operation
 from ..comm.fabric import HandleWork
 from ..comm.handle import Handle
 from ..core import local
+from ..core.signatures import DEVICE, Activity
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
 from ..mirror.arena import SlotPair
+from ..transport.flight_recorder import Whereabouts
 from . import codec, copies, rng
 from .adapter import capture_rng, restore_rng
 from .calls import MAKES_STEP, Call, CallKind, CallLog, LoggedCall, forget
@@ -27,10 +30,11 @@ from .context import Context
 from .iterators import RewindIterator
 from .link import JobEnded, give_up
 from .mute import flush
+from .patching import when_imported
 from .saving import Flight, SaveCall
 from .staging import Layout, Stager
 
-PROGRESS_EVERY_S = 1.0  # shortest time between two messages of progress; `stall_timeout_s` is several times this
+PROGRESS_EVERY_S = 1.0  # shortest time between two messages of progress; a stall's limit is several times this
 
 
 class Live:
@@ -40,6 +44,9 @@ class Live:
         self._context, self._layout, self._slots, self._rank = context, layout, slots, slots.rank
         self._link, self._groups, self._adapter = context.link, context.groups, context.adapter
         self._groups.calls_area = slots.calls
+        self._place = self._groups.generations.place = Whereabouts(slots.calls)
+        self._step_is = Activity.FIRST_STEP  # until one was made by this process, in this generation
+        when_imported("torch._dynamo.callback", lambda module: _note_compilations(module.callback_handler, self._place))
         self._stager = Stager(layout, self._adapter.state.changing, slots, context.link)
         self._log = CallLog(step)
         self.inside = False  # a call is being executed,
@@ -63,8 +70,9 @@ class Live:
         if self.inside:
             if call.kind is CallKind.UPDATE:
                 self._updated = True
-                self._stager.wait()
+                self._wait_for_gate()
             return call()
+        self._get_on()
         self._begin()
         data, found = self._log.iterators.wrap(call.kwargs.get("data_iterator"))
         if found:
@@ -92,12 +100,16 @@ class Live:
         self._results = copies.on_host()  # the old ones keep the script's tensors, and their graph
         return value
 
-    def collective(self, handle: Handle, operation: Operation) -> Any:
-        """Issue a collective; outside any call it is a call of its own, done to the end before it returns."""
+    def _get_on(self) -> None:
+        """Say now and then that this process gets on: even a very long step is seen to make progress."""
         now = time.monotonic()
-        if now - self._progress_at >= PROGRESS_EVERY_S:  # even a very long step is seen to make some
+        if now - self._progress_at >= PROGRESS_EVERY_S:
             self._progress_at = now
             self._link.send(local.WorkerMoved(self._rank))
+
+    def collective(self, handle: Handle, operation: Operation) -> Any:
+        """Issue a collective; outside any call it is a call of its own, done to the end before it returns."""
+        self._get_on()
         if self.inside:
             return self._groups.issue(handle, operation)
         self._begin()
@@ -194,17 +206,26 @@ class Live:
             self._swap()
             logged.rewind()
 
+    def _wait_for_gate(self) -> None:
+        """Block until the shard may change: the newest snapshot is taken, for which all ranks made the step before."""
+        self._place.wait("the step before to be committed", "")
+        self._stager.wait()
+        self._place.go_on()
+
     def _execute(self, logged: LoggedCall) -> Any:
         call, saves = logged.call, self._context.saves
         self._groups.generations.check()
-        if call.kind is CallKind.UPDATE:
-            self._stager.wait()
         self._results = copies.on_host()
-        with self._executing():
+        activity = Activity.SAVE if call.kind is CallKind.SAVE else self._step_is
+        with self._executing(), self._place.within(Activity.EVALUATION if call.evaluates else activity, call.name):
+            if call.kind is CallKind.UPDATE:
+                self._wait_for_gate()
             if isinstance(call, SaveCall):
                 saves.step = step = logged.segment
                 if call.gated:  # it begins once its step is committed: no swap goes back behind what is written
+                    self._place.wait(f"step {step} to be committed", "")
                     self._link.wait_until(lambda: max(self._restored, self._link.committed) >= step)
+                    self._place.go_on()
                 with saves.under_way():
                     return call()
             value = call()
@@ -215,7 +236,9 @@ class Live:
             is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             if is_used and (call.is_read or not codec.is_plain(value)):
                 self._results = copies.on_host(call.told(value))
+                self._place.wait(DEVICE, "")
                 torch.cuda.current_stream().synchronize()
+                self._place.go_on()
             self._groups.generations.check_heard(self._slots.announced)
         return value
 
@@ -249,7 +272,7 @@ class Live:
     # ---- steps
 
     def _cut(self) -> None:
-        step = self._log.step + 1
+        step, self._step_is = self._log.step + 1, Activity.STEP
         self.stage(step)
         self._log.prune(step)
         flush()
@@ -260,9 +283,11 @@ class Live:
 
     def stage(self, step: int) -> None:
         """Stage the state at the cut of `step`, at which this rank is now."""
-        scalars, data = self._results(self._adapter.state.scalars()), self._context.tapes.states()
-        state = codec.encode({"rng": capture_rng(self._adapter), "scalars": scalars, "data": data})
-        self._stager.stage(step, self._groups.generation, state, self._log.records(step - 1), self._groups.cut(step))
+        with self._place.within(self._step_is, f"the snapshot of step {step}"):
+            scalars, data = self._results(self._adapter.state.scalars()), self._context.tapes.states()
+            state = codec.encode({"rng": capture_rng(self._adapter), "scalars": scalars, "data": data})
+            records, digest = self._log.records(step - 1), self._groups.cut(step)
+            self._stager.stage(step, self._groups.generation, state, records, digest)
 
     def _report_first_step(self, step: int) -> None:
         if self._swap_began is not None:  # the first one since a swap
@@ -281,6 +306,9 @@ class Live:
         while True:
             try:
                 flights += saves.cancel()
+                # A copy that hangs, or a device that never rests, keeps this process from saying that it has unwound,
+                # and its agent ends it then.
+                self._stager.settle()
                 _let_device_rest()
                 self._swap_began = began = self._groups.generations.announced_at
                 self._link.event("WorkerUnblocked", rank=self._rank, duration_s=time.monotonic() - began)
@@ -331,6 +359,9 @@ class Live:
             self._adapter.state.after_restore()
         restore_rng(self._adapter, state["rng"])
         self._restored, self._restored_data = step, state["data"]
+        self._place.made(step)
+        if self._step_is is Activity.STEP:
+            self._step_is = Activity.STEP_AGAIN
         now = time.monotonic()
         self._link.event("StateRestored", rank=self._rank, step=step, duration_s=now - restoring)
         self._link.event("WorkerResumed", rank=self._rank, step=step, duration_s=now - began)
@@ -350,13 +381,30 @@ class Live:
             why = f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
             self._link.event("Note", text=f"{what}, failed ({why}); the script has had its answer, training goes on")
         if call.kind in MAKES_STEP:
+            self._step_is = Activity.STEP
             self.stage(segment + 1)
             self._report_first_step(segment + 1)
 
 
+def _note_compilations(compiler: Any, place: Whereabouts) -> None:
+    """Note in `place` when torch compiles: at first, and again whenever shapes are new."""
+    under_way: list[contextlib.AbstractContextManager[None]] = []
+
+    def begin(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            under_way.append(place.within(Activity.COMPILATION, "torch.compile"))
+            under_way[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        if under_way and threading.current_thread() is threading.main_thread():
+            under_way.pop().__exit__(None, None, None)
+
+    compiler.register_start_callback(begin)
+    compiler.register_end_callback(end)
+
+
 def _let_device_rest() -> None:
     """Let kernels of the interrupted call, on whatever stream, write before the state is restored, not into it."""
-    # A device that never rests keeps this process from saying that it has unwound, and its agent ends it then.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         try:
             torch.cuda.synchronize()

@@ -74,7 +74,7 @@ class Stager:
         self._views = [layout.views(slots.payload(step)) for step in (0, 1)]
         own = {id(tensor): torch.empty_like(tensor) for tensor in changing}
         self._sources = [own.get(id(tensor), tensor) for tensor in layout.tensors]
-        self._cancel, self._staged = threading.Event(), Future[None]()
+        self._cancel, self._staged, self._copies = threading.Event(), Future[None](), False
         self._staged.set_result(None)
         self._waited_at, self._slow_steps = time.monotonic(), 0
         self._side_stream: torch.cuda.Stream | None = None
@@ -95,6 +95,7 @@ class Stager:
         if self._side_stream is not None:
             self._side_stream.wait_stream(torch.cuda.current_stream())
         is_cancelled = self._cancel.is_set
+        self._copies = False
 
         def write() -> None:
             if step < 2 or self._link.wait_for_commit(step - 1, is_cancelled):
@@ -121,6 +122,10 @@ class Stager:
             )
             self._link.event("Note", text=text)
 
+    def settle(self) -> None:
+        """Block until no snapshot is being copied; one may still wait at the gate."""
+        self._link.wait_until(lambda: not self._copies or self._staged.done(), interruptible=False)
+
     def drop(self) -> None:
         """Give up a snapshot that still waits at the gate; let one that is being copied finish."""
         self._cancel.set()
@@ -141,6 +146,7 @@ class Stager:
 
     @torch.no_grad()
     def _copy(self, step: int) -> None:
+        self._copies = True
         self._slots.invalidate(step)
         stream = self._side_stream
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):

@@ -120,6 +120,7 @@ class Starting:
         _, (descriptor,) = context.link.receive(local.ArenaHandOver)
         slots = SlotPair.attach(descriptor, self._rank, *sizes)
         context.mode = live = Live(context, layout, slots, step=0)
+        context.groups.begin_counting()
         live.stage(0)
         context.offer_store()
         context.on_built()

@@ -151,13 +151,14 @@ class _StuckWork:
 
 
 class _Group:
+    key, ranks = "all", (0, 1)
     abandoned = False
 
 
 def issued(name: str, inner: Any, group: Any, generations: Generations) -> SwapWork:
     fabric = GlooFabric.__new__(GlooFabric)
     fabric.generations, fabric._unfinished = generations, set()
-    return SwapWork(inner, fabric, group, Operation(name, ([torch.ones(1)],)))
+    return SwapWork(inner, fabric, group, Operation(name, ([torch.ones(1)], 1, 0)))
 
 
 @pytest.mark.parametrize("name", ["allreduce", "send"])

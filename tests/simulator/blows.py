@@ -84,6 +84,9 @@ class Blows:
             "storm": self._storm,
             "stuck": self._stuck,
             "hang": self._hang,
+            "skip": self._hang,
+            "script": self._hang,
+            "slow": self._slow,
             "give_up": lambda fault, node: self._give_up(node),
             "pause": self._pause,
             "partition": self._partition,
@@ -216,14 +219,30 @@ class Blows:
         return True
 
     def _hang(self, fault: Fault, node: Node) -> bool:
-        """Every other one does not leave its call when it is interrupted either."""
-        training = [process for process in node.processes.alive if process.in_training and not process.finished]
-        if not training:
+        """Every other one does not leave its call when it is interrupted either. One in the script's own code goes on
+        by itself, and nobody is to be lost for it."""
+        process = self._in_training(fault, node)
+        if process is None or process.hangs or process.slow_s:
             return False
-        process = training[fault.pick % len(training)]
-        process.hangs, process.is_deaf = True, fault.pick % 2 == 1
-        self.blamed.add(node.number)
+        process.hangs = {"hang": "call", "skip": "join", "script": "script"}[fault.kind]
+        if fault.kind == "script":
+            process.slow_s = fault.seconds
+        else:
+            process.is_deaf = fault.pick % 2 == 1
+            self.blamed.add(node.number)
         return True
+
+    def _slow(self, fault: Fault, node: Node) -> bool:
+        """Nobody is to be interrupted for it, or lost."""
+        process = self._in_training(fault, node)
+        if process is None or process.hangs or process.slow_s:
+            return False
+        process.slow_s = fault.seconds
+        return True
+
+    def _in_training(self, fault: Fault, node: Node) -> Process | None:
+        training = [process for process in node.processes.alive if process.in_training and not process.finished]
+        return training[fault.pick % len(training)] if training else None
 
     def _mispair(self, fault: Fault, node: Node) -> bool:
         """It strikes whoever takes a rank over from now on."""

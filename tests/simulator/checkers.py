@@ -129,6 +129,8 @@ class Checkers:
         """Nobody is ended who issues what its peers do. Of newcomers alone nobody can say which of them is right, nor
         of those whose peers are lost or stand still."""
         ended, nodes = node.processes.of(action.rank), self._cluster.nodes
+        if action.reason.startswith("it hung"):
+            return  # `_hangs` has looked at it
         judge = nodes[node.controller._ctx.coordinator].controller._ctx
         heard = [nodes[number] for number in judge.living if nodes[number].up and not nodes[number].paused]
         some_survive = any(
@@ -193,12 +195,27 @@ class Checkers:
             step = event.step
             self.committed[generation] = max(self.committed.get(generation, NO_STEP), step)
             self._is_right(node.controller.world, step)
+        elif isinstance(event, events.Stalled) and event.cure:
+            self._hangs(node, event)
         elif isinstance(event, events.RankLost):
             self._restarts.lost(node.number, event.rank, self._cluster.timeline.now)
         elif isinstance(event, events.NodeFenced) and _is_for_restarts(event.reason):
             self._restarts.gave_up(node.number, self._cluster.timeline.now, event.reason)
         elif isinstance(event, events.Mirrored) and generation == max(self._cluster.plans, default=0):
             self.memory.arm(node.controller.world, generation)
+
+    def _hangs(self, node: Node, event: events.Stalled) -> None:
+        """Whoever is said to hang does, or does not run: nobody who is slow, or waits."""
+        world = node.controller.world
+        for rank in event.ranks:
+            assert world is not None
+            at = self._cluster.nodes[world.node_of[rank]]
+            process = at.processes.of(rank)
+            if process is None or process.hangs or process.held or process.stuck or not at.up or at.paused:
+                continue
+            if node.number not in self._cluster.blows.blamed:
+                where = f"rank {rank} on node {at.number}"
+                raise Violation("RIGHT_VERDICT", f"{where} does not hang, and node {node.number} says: {event.what}")
 
     def _is_right(self, world: World | None, step: Step) -> None:
         """No rank's committed step has been made of collectives that did not pair."""

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from deadpool_plugin.agent.world import policy_of, timing_of
 from deadpool_plugin.config import Config
@@ -34,8 +35,8 @@ from .worker import Process
 
 NOWHERE = Path("/nowhere")
 HOSTS_MAX = 400
-START_S, STALL_S = 300.0, 120.0
-"""Less time to start and to stall than the configuration's defaults."""
+START_S = 300.0
+"""Less time to start than the configuration's default."""
 COMMAND_S = 25.0
 """How long `spare_command` may run, and its host may take then."""
 LONG_PASTS = 0.002
@@ -45,7 +46,7 @@ LONG_CALLS = 0.005
 """Share of interrupted processes that are in something long, such as a save; some are in it for too long."""
 
 
-def config_of(scenario: Scenario) -> Config:
+def config_of(scenario: Scenario, stall_timeout_s: float | Literal["auto"]) -> Config:
     """The configuration of the job, as its user would write it."""
     return Config(
         spares=scenario.spares,
@@ -58,7 +59,7 @@ def config_of(scenario: Scenario) -> Config:
         spare_command=["bring", "{output_dir}"] if scenario.command else None,
         spare_command_limit_s=COMMAND_S,
         start_timeout_s=START_S,
-        stall_timeout_s=STALL_S,
+        stall_timeout_s=stall_timeout_s,
         output_dir=NOWHERE,
     )
 
@@ -68,12 +69,13 @@ class Cluster:
 
     excuses: tuple[str, ...] = ()
     """Words of verdicts that a test brings about by what the oracle knows nothing of."""
+    stall_timeout_s: float | Literal["auto"] = "auto"
 
     def __init__(self, scenario: Scenario, transcript: Transcript | None = None) -> None:
         self.scenario, self.transcript = scenario, transcript
         self.rng = random.Random(f"run {scenario.seed}")
         self.timeline = Timeline()
-        self.config = config_of(scenario)
+        self.config = config_of(scenario, self.stall_timeout_s)
         self.timing, self.policy = timing_of(self.config), policy_of(self.config)
         self.witness = Witness()
         self.broken: BaseException | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from support import present
 
@@ -32,6 +32,8 @@ QUIET = {
 }  # fmt: skip
 """Ranks 0 and 1 on node 0, 2 and 3 on node 1, 4 and 5 on node 2; nodes 3 and 4 are spares."""
 WITHIN_S = 2000.0
+STALL_S = 120.0
+"""A test's job may stand still for longer than `auto` allows."""
 A = TypeVar("A", bound=api.Action)
 E = TypeVar("E", bound=events.Event)
 
@@ -39,7 +41,8 @@ E = TypeVar("E", bound=events.Event)
 class Job(Cluster):
     """One job. `asked`: what each controller has asked of its agent, messages aside."""
 
-    def __init__(self, seed: int = 1, **fields: Any) -> None:
+    def __init__(self, seed: int = 1, *, stall_timeout_s: float | Literal["auto"] = STALL_S, **fields: Any) -> None:
+        self.stall_timeout_s = stall_timeout_s
         self.asked: list[tuple[NodeId, api.Action]] = []
         self._held: Signal | None = None
         super().__init__(scenario(seed, fixed={**QUIET, **fields}))

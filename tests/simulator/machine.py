@@ -231,6 +231,23 @@ class NoPipe:
         pass
 
 
+class ToyStacks:
+    """The stack that a process writes: the same line for as long as it does the same, none while it is stopped."""
+
+    def __init__(self, node: Node, pid: int) -> None:
+        self._node, self._pid = node, pid
+
+    async def read(self) -> str:
+        await asyncio.sleep(self._node.cluster.local_s())
+        process = self._node.processes.pids[self._pid]
+        if not process.alive or process.held or process.stuck:
+            return "no stack: its state is T"
+        return f'  File "toy.py", line {process.looked_at()} in train\n'
+
+    def close(self) -> None:
+        pass
+
+
 class Witness:
     """Keeps the first plan of each generation, whatever becomes of who asks."""
 
@@ -263,6 +280,9 @@ class Machine:
 
     def pipe(self, descriptor: int) -> Any:
         return NoPipe()
+
+    def stacks(self, descriptor: int, pid: int) -> ToyStacks:
+        return ToyStacks(self._node, pid)
 
     def serve(self, on_message: Any, on_closed: Any) -> None:
         self.processes.serve(on_message, on_closed)

@@ -88,8 +88,8 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: JobStopped) -> None:
         if reason.startswith("the script of every rank") and len(+cluster.blows.raises) < cluster.ranks:
             raise Violation("RIGHT_VERDICT", f"node {node.number} blames every script, but not all raised: {reason}")
         return
-    if cluster.strikes.struck["hang"] > 1 and "got any further" in reason:
-        return  # of two processes that hang one after the other in one step the second ends the job
+    if cluster.strikes.struck["hang"] + cluster.strikes.struck["skip"] > 2 and "got any further" in reason:
+        return  # three processes have hung one after the other in one step
     if any(excuse in reason for excuse in cluster.excuses):
         return
     if reason.startswith(MISPAIRS):

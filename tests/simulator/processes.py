@@ -66,6 +66,11 @@ class Peer:
         self._said.append((message, list(descriptors)))
         self._soon(self._arrive)
 
+    def add(self, message: Any, descriptors: tuple[int, ...] = ()) -> None:
+        """Say it together with what was said last."""
+        self._said.append((message, list(descriptors)))
+        self._node.timeline.at(self._said_at, self._node.loop.call_soon, self._arrive)
+
     def _soon(self, work: Callable[[], None]) -> None:
         timeline, cluster = self._node.timeline, self._node.cluster
         self._said_at = max(self._said_at, timeline.now + cluster.local_s())

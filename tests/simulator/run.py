@@ -142,7 +142,7 @@ def liveness_s(cluster: Cluster) -> float:
     noticed, which costs a silence or a stall, two phases and a newcomer's long past; the job begins and trains once
     more."""
     timing, scenario = cluster.timing, cluster.scenario
-    notice = max(timing.silent_after_s, timing.stall_timeout_s)
+    notice = max(timing.silent_after_s, 2 * timing.start_timeout_s)  # of hangs that come back, the last limit included
     each = notice + 2 * timing.phase_timeout_s + LONG_PAST * timing.start_timeout_s
     train = 10 * scenario.steps * (scenario.compute_s + scenario.latency_s * 4)
     return timing.start_timeout_s + each * (len(scenario.faults) + 2) + train

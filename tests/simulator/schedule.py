@@ -29,7 +29,10 @@ KINDS = {
     "broken": "a rank's script raises in its next steps wherever it runs, `count` times",
     "storm": "all processes of the job are killed within `seconds`, of every host or of every second",
     "stuck": "a rank's process stands still and is killed by its agent",
-    "hang": "a rank's process gets no further, and nobody sees why",
+    "hang": "a rank's process hangs in a training call, before the collective that the others wait in",
+    "skip": "a rank's process does not join a collective, and goes on to the next step's gate",
+    "script": "a rank's process is held up in the script's own code, longer than a step may take",
+    "slow": "a rank's process needs longer for a training call than a step may take, and gets on",
     "give_up": "a node's launcher ends it",
     "pause": "a host stands still and wakes up later with everything in hand",
     "partition": "a host and the others hear nothing of each other",
@@ -65,6 +68,7 @@ EARLY = 0.2
 """Share of jobs whose hosts are struck while they meet."""
 DRIFT_MAX = 0.04
 """Clocks run faster or slower by so much at most: what the protocol assumes."""
+SLOW = {"script", "slow"}
 LASTING = {"pause", "partition", "oneway", "part", "loss", "delay", "duplicate", "flip"}
 MOMENTS = (
     "Send NodeFailed", "Send Prepare", "Send Promise", "Send Propose", "Send Accepted", "Send Decided", "Send Report",
@@ -230,8 +234,8 @@ def as_file(found: Scenario) -> dict[str, Any]:
 
 
 _WEIGHTS = {
-    "crash": 3, "kill": 4, "rack": 1, "process": 4, "error": 1, "poison": 0.7, "cursed": 0.7,
-    "broken": 0.5, "storm": 0.5, "stuck": 1, "hang": 0.5, "give_up": 1, "pause": 3,
+    "crash": 3, "kill": 4, "rack": 1, "process": 4, "error": 1, "poison": 0.7, "cursed": 0.7, "broken": 0.5,
+    "storm": 0.5, "stuck": 1, "hang": 0.5, "skip": 0.3, "script": 0.3, "slow": 0.3, "give_up": 1, "pause": 3,
     "partition": 2, "oneway": 1, "part": 0, "rift": 0.5, "pair": 0.5, "deaf": 0.5, "reset": 1, "break": 2, "loss": 2,
     "delay": 3, "duplicate": 2, "flip": 1, "corrupt": 1, "mispair": 1.5, "join": 2, "stop": 0.2,
 }  # fmt: skip
@@ -240,6 +244,12 @@ count that as a wrong verdict."""
 
 
 _COUNTS = {"rack": (2, 3), "mispair": (1, 1, 2), "poison": (1, 2, 5), "cursed": (2, 2, 3), "broken": (1, 2, 3)}
+
+
+def _seconds(rng: random.Random, kind: str) -> float:
+    if kind in SLOW:
+        return 20.0 + 80.0 * rng.random()
+    return rng.choice((0.3, 3.0, 12.0, 45.0)) * (0.5 + rng.random()) if kind in LASTING else 0.0
 
 
 def draw_fault(rng: random.Random, steps: int) -> Fault:
@@ -254,6 +264,6 @@ def draw_fault(rng: random.Random, steps: int) -> Fault:
         who=rng.choice(WHO if moment else WHO[1:]),
         pick=rng.randrange(1000),
         count=rng.choice(_COUNTS.get(kind, (1,))),
-        seconds=rng.choice((0.3, 3.0, 12.0, 45.0)) * (0.5 + rng.random()) if kind in LASTING else 0.0,
+        seconds=_seconds(rng, kind),
         strength=rng.choice((0.1, 0.5, 2.0)) if kind == "delay" else rng.choice((0.05, 0.3, 0.6)),
     )

@@ -10,11 +10,12 @@ import pytest
 from deadpool_plugin.core import api, events, local
 from deadpool_plugin.core.pairing import MISPAIRS
 from deadpool_plugin.core.signatures import decoded
+from deadpool_plugin.core.stalls import AGAIN_TIMES, FLOOR_S
 from simulator.groups import MORE, ODD, SUM
 from simulator.schedule import Fault
 
 DIFFERS = f"collective 1 of rank 0 was {decoded(SUM)}, of rank 1 {decoded(MORE)}"
-FIELDS = {"slots": 1, "spares": 1, "steps": 60}
+FIELDS = {"slots": 1, "spares": 1, "steps": 60, "stall_timeout_s": "auto"}
 
 
 def issue(job, newcomer, others) -> None:
@@ -59,7 +60,7 @@ def after_a_stall(start):
 
 
 def stall(job, share: float = 1.1) -> None:
-    job.idle(share * job.timing.stall_timeout_s)
+    job.idle(share * AGAIN_TIMES * FLOOR_S)
 
 
 def ended(job, why: str = ""):

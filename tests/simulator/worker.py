@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from deadpool_plugin.core import local
 from deadpool_plugin.core.ledger import may_stage
+from deadpool_plugin.core.signatures import Activity
 from deadpool_plugin.core.types import NO_STEP, Generation, Rank, Step
 from deadpool_plugin.mirror.arena import SlotPair
-from deadpool_plugin.transport.flight_recorder import FlightRecorder
+from deadpool_plugin.transport.flight_recorder import FlightRecorder, Whereabouts
 
 from .clock import Timeline
 from .groups import SUM, Group, Odd
@@ -49,7 +50,10 @@ class Process:
     def __init__(self, node: Node, slot: int, order: int, rank: Rank, rehearses: bool, pid: int) -> None:
         self.node, self.slot, self.order, self.rank, self.rehearses, self.pid = node, slot, order, rank, rehearses, pid
         self.alive, self.exit_code = True, 0
-        self.stuck = self.held = self.hangs = self.is_deaf = False
+        self.stuck = self.held = self.is_deaf = False
+        self.hangs = ""  # where: in its next "call", in the "script", or past a collective that it does not "join"
+        self.slow_s = 0.0  # that its next call takes longer than usual
+        self._line, self._gets_on = 0, False
         self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self.took_over = self.in_training = False
         self.unwound_for: Generation = 0
@@ -71,6 +75,8 @@ class Process:
         self.mispaired = False
         self._books: FlightRecorder | None = None
         """Calls that it issues in this generation; None before the first swap."""
+        self._pairs = False  # since a swap
+        self._place, self._step_is, self._has_stepped = Whereabouts(), Activity.FIRST_STEP, False
         self.slots: ToyPair | None = None
         self.group: Group | None = None
         self._start, self._arena, self._gate, self._recording = Signal(), Signal(), Signal(), Signal()
@@ -79,6 +85,7 @@ class Process:
         node.machine.processes.pids[pid] = self
         self.peer = node.new_peer(pid, self._hear)
         self.tell(local.WorkerHello(slot, pid, rank, rehearses, order))
+        self.peer.add(local.StackFile(), (0,))
         self._main = Task(self, self._rehearse() if rehearses else self._begin())
 
     @property
@@ -119,6 +126,11 @@ class Process:
         if self._staging is not None:
             self._staging.cancel()
         self.node.machine.processes.ended(self, exit_code)
+
+    def looked_at(self) -> int:
+        """Return the line that its main thread is in: another one each time, if it gets on."""
+        self._line += self._gets_on
+        return self._line
 
     # -- the line to the agent -----------------------------------------------------------------------------------
 
@@ -178,6 +190,7 @@ class Process:
         self.slots = yield self._arena
         self.in_training = True
         self.state, self.step = first_state(self.rank, self._shard), 0
+        self._count(generation)
         self._stage()
         self._offer_store()
         yield from self._train()
@@ -193,11 +206,25 @@ class Process:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
+    def _count(self, generation: Generation) -> None:
+        """Begin to count collectives, and to say where it is."""
+        assert self.slots is not None
+        self._books = FlightRecorder(self.slots.calls, generation, [("all", self.rank, self._cluster.ranks)])
+        self._place = Whereabouts(self.slots.calls, lambda: int(self.node.loop.time() * 1e9))
+        self._step_is = Activity.STEP_AGAIN if self._has_stepped else Activity.FIRST_STEP
+
     def _train(self) -> Work:
         while self.step < self._cluster.last_step:
+            if self.hangs == "script":
+                yield self._hang()
+            self._place.enter(self._step_is, "train_step")
             yield self._cluster.compute_s()
-            if self.hangs:
-                yield Signal()  # until it is interrupted
+            if self.slow_s and not self.hangs:
+                slow_s, self.slow_s, self._gets_on = self.slow_s, 0.0, True
+                yield slow_s
+                self._gets_on = False
+            if self.hangs == "call":
+                yield self._hang()
             if (curse := self._cluster.blows.cursed(self)) is not None:
                 self.tell(local.Failing(self.rank, "it is cursed", of_host=curse.of_host))
                 self.timeline.after(0.0, self.end, 1)
@@ -207,15 +234,32 @@ class Process:
             if odd is not None:
                 self._cluster.blows.mispairs(self, self.group, odd)
                 if not odd.instead:
+                    self._place.wait("allreduce", "all")
                     yield self._issue(0.0, odd.code)
+            if self.hangs == "join":
+                self._place.wait("the step before to be committed", "")
+                yield self._hang()
+            self._place.wait("allreduce", "all")
             total = yield self._issue(gradient(self.state), odd.code if odd is not None and odd.instead else SUM)
+            self._place.wait("the step before to be committed", "")
             yield self._staged
+            self._place.enter(Activity.SCRIPT, "")
             self.state, self.step = updated(self.state, total, self._shard, self.group.generation), self.step + 1
+            self._has_stepped, self._step_is = True, Activity.STEP
+            self._place.made(self.step)
             self._cluster.checkers.updated(self)
             self._stage()
         yield self._staged
         self.finished = True
         self.tell(local.WorkerFinished(self.rank))
+
+    def _hang(self) -> float | Signal:
+        """Until it is interrupted; in the script's own code until that goes on by itself."""
+        slow_s, self.slow_s = self.slow_s, 0.0
+        if slow_s:
+            self.hangs = ""
+            return slow_s
+        return Signal()
 
     def _issue(self, value: float, code: int) -> Signal:
         assert self.group is not None
@@ -225,7 +269,8 @@ class Process:
 
     def _stage(self) -> None:
         self._staged = Signal()
-        paired = self._books.cut(self.step) if self._books is not None else 0
+        cut = self._books.cut(self.step) if self._books is not None else 0
+        paired = cut if self._pairs else 0
         self._staging = Task(self, self._stage_one(self.step, self.state, self.joined, paired))
 
     def _stage_one(self, step: Step, state: State | None, generation: Generation, paired: int) -> Work:
@@ -253,7 +298,7 @@ class Process:
         if self.unwound_for >= self._aborted or self.joined >= self._aborted:
             return
         self._main.cancel()
-        self.hangs = False
+        self.hangs, self._gets_on = "", False
         self.unwound_for = self._aborted
         self.tell(local.Unwound(self._aborted))
         self._follow_plan()
@@ -285,12 +330,14 @@ class Process:
     def _enter(self, generation: Generation, store: str, restore_step: Step) -> Work:
         yield from self._build(generation, store)
         assert self.slots is not None
-        self._books = FlightRecorder(self.slots.calls, generation, [("all", self.rank, self._cluster.ranks)])
+        self._pairs = True
+        self._count(generation)
         self.state = state_of(self.slots, restore_step)
         self._cluster.checkers.restored(self, restore_step, self.slots.open(restore_step) is not None, self.state)
         if self.slots.open(restore_step + 1) is not None:
             self.slots.invalidate(restore_step + 1)
         self.step, self.finished, self.in_training = restore_step, False, True
+        self._place.made(restore_step)
         self.tell(local.WorkerRestored(self.rank, generation))
         yield from self._train()
 

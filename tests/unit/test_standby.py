@@ -112,13 +112,16 @@ def test_the_agent_hears_why_a_process_ends_before_its_script_begins(started, or
     agent.send(order)
     worker = LocalConnection(listener.accept()[0])
     assert isinstance(heard(worker), local.WorkerHello)
+    stacks, (file,) = worker.recv()
+    assert isinstance(stacks, local.StackFile)
+    os.close(file)
     if order.rehearses:
         output, (pipe,) = worker.recv()
         assert isinstance(output, local.RehearsalOutput)
         worker.send(local.Recording(3, b""))
     why = "OSError: [Errno 28] No space left on device and more"
     why += " (an error of a file system (No space left on device))"
-    assert heard(worker) == local.Failing(3, why, of_host=True)
+    assert worker.recv()[0] == local.Failing(3, why, of_host=True)
     assert heard(agent) == local.WorkerExited(1, 1)
     if order.rehearses:
         assert b"Traceback" in os.read(pipe, 1 << 16)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -568,6 +569,22 @@ def test_what_becomes_of_the_command_that_brings_hosts() -> None:
         "spare_command has brought no host: none has joined within 1800 s of its end; it is run again in 10 s",
         "spare_command has brought no host 10 times within 24 h and is not run for now; to do: deadpool join",
     ]
+
+
+def test_what_holds_training_up_is_said_until_it_gets_on() -> None:
+    view = view_of(*ALL)
+    view.outcome, view.swaps = "", []
+    at = view.stepped_at
+    what = "rank 1 has not come to collective 3"
+    here: dict[str, Any] = {"node": 0, "generation": view.generation}
+    view.apply(events.Stalled(time=at + 6, **here, step=9, waited_s=6, ranks=(1,), what=what))
+    view.outcome = ""
+    assert watch.headline(view, at + 240.0).endswith(f"for 4 min: {what}")
+    told = figures(view, at + 7.0)
+    assert (told["stalled"], told["stalled_ranks"]) == (what, (1,))
+    rank = min(rank for node in view.nodes.values() for rank in node.ranks)
+    view.apply(events.StepDone(time=at + 8, **here, rank=rank, step=view.step + 1))
+    assert figures(view, at + 8.0)["stalled"] is None
 
 
 def test_every_figure_is_explained() -> None:

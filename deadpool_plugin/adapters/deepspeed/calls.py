@@ -180,6 +180,10 @@ class Batch(EngineCall):
         self.kind = CallKind.STEP if trains else CallKind.FORWARD
         self.kwargs = {"data_iterator": engine.data_iterator if trains and data_iter is None else data_iter}
 
+    @property
+    def evaluates(self) -> bool:
+        return self.kind is CallKind.FORWARD
+
     def loss(self, value: Any, on_host: Callable[[Any], Any]) -> float | None:
         training = self._calls.state.engine.module.training
         return float(on_host(value)) if training and value is not None else None

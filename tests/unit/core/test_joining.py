@@ -86,6 +86,7 @@ def test_who_has_fenced_the_generation_ends_it_though_the_reason_is_gone():
     controller.step(api.WorkerReady(0), 0.1)
     for node in (1, 2):
         controller.step(api.Received(node, Report(0, ready=(node,))), 0.1)
+    controller._ctx.learn_committed(0)
     first = controller.step(api.Received(7, JoinRequest()), 0.2)
     assert api.Send(1, Prepare(Ballot(1, 1, 0), ())) in first and api.AbortWorkers(1) in first
     controller.step(api.LinkLost(7, "reset"), 0.3)
