@@ -20,7 +20,7 @@ from compare_runs import read_run
 from gpt.layouts import LAYOUTS, Layout
 
 from faults.job import Job, Verdict
-from faults.plan import ORDERED, Kill
+from faults.plan import HANGS, ORDERED, Kill
 
 AT_START, LAST = -1, -2
 SPACING = 4
@@ -71,7 +71,12 @@ MORE_KINDS = {
     "assert": IN_A_WORKER,
     "oom": ("forward", "backward", "optimizer", "evaluate"),
 } | dict.fromkeys(("spin", "mute", "abort-hangs", "issue", "on-stream"), IN_A_WORKER)
-"""Kinds besides node and rank, and the columns they are tried in."""
+MORE_KINDS |= {
+    kind: tuple(name for name in IN_A_WORKER if name != "between" and (kind, name) != ("absent", "staging"))
+    for kind in HANGS
+}
+"""Kinds besides node and rank, and the columns they are tried in. Between training calls a hang may last for long; the
+thread that stages communicates with nobody."""
 STALLS = {"stall_timeout_s": 15.0, "start_timeout_s": 60.0}
 """Settings of jobs that a fault of ORDERED leaves in silence."""
 ENDS = {"mute": 86}
@@ -116,7 +121,7 @@ def jobs(wanted: list[Cell], node_faults_max: int) -> Iterator[list[Cell]]:
     for cell in wanted:
         by_job.setdefault((cell.layout, cell.group, cell.kind), []).append(cell)
     for (_, _, kind), together in by_job.items():
-        size = 1 if kind in ENDS else node_faults_max if kind in ("node", "silent") else len(together)
+        size = 1 if kind in ENDS else node_faults_max if kind in ("node", "silent", *HANGS) else len(together)
         yield from (together[first : first + size] for first in range(0, len(together), size))
 
 

@@ -21,7 +21,7 @@ from clusters.events import Tail
 from clusters.forked import Cluster, Node
 from clusters.launched import REPOSITORY, read_json_lines
 
-from faults.plan import CAUSES, INJECTED, Kill, Plan
+from faults.plan import CAUSES, HANGS, INJECTED, LEAVES, Kill, Plan
 
 SCRIPTS = REPOSITORY / "scripts"
 POLL_S = 0.01
@@ -154,8 +154,8 @@ class Job:
         if kill.kind in ("node", "silent"):
             for node in (outcome.fired["node"], *kill.also):
                 self.cluster.nodes[node].killed = True
-        if self.stops or any(later.after == kill.index for later in self.kills):
-            return  # the next fault comes in the middle of this one's swap
+        if self.stops or kill.kind == "slow" or any(later.after == kill.index for later in self.kills):
+            return  # nothing is to be done about it, or the next fault comes in the middle of this one's swap
         self._recover(outcome, self._generation)
         if kill.kind == "silent":
             self.cluster.wake_node(outcome.fired["node"])
@@ -240,9 +240,11 @@ class Job:
                 outcome.problem = "its abort did not hang: the process was not replaced"
             elif outcome.lost_steps:
                 outcome.problem = f"{outcome.lost_steps} committed steps lost"
+            elif outcome.kill.kind in HANGS and self._ought_to_recover(outcome) and not self._is_named(outcome):
+                outcome.problem = "it was cured, and no stall named its rank"
         expected = {87, -9, 137} if self.stops == 0 else {self.stops, -9, 137}
-        resets = any(kill.kind == "reset" for kill in self.kills)  # which host leaves for it is the job's choice
-        left = {event["node"] for event in self.tail.of("NodeFenced")} if resets else set()
+        asked = any(kill.kind in LEAVES for kill in self.kills)  # which host leaves for it is the job's choice
+        left = {event["node"] for event in self.tail.of("NodeFenced")} if asked else set()
         for node, code in zip(self.cluster.nodes, verdict.exit_codes, strict=True):
             gone = node.killed or node.index in left
             if code not in (expected if gone else {self.stops}) and not verdict.hang:
@@ -275,6 +277,13 @@ class Job:
         ranks = [event["rank"] for event in self.tail.of("RankLost") if event["time"] > fired.get("time", 0.0)]
         return fired.get("rank") in ranks
 
+    def _is_named(self, outcome: Outcome) -> bool:
+        fired = outcome.fired or {}
+        acted = [event for event in self.tail.of("Stalled") if event["cure"] and event["time"] > fired["time"]]
+        # Who waits for a message of a rank that waits for it, through others, is one of a circle.
+        right = ([fired["rank"]], *([[]] if outcome.kill.kind == "absent" else []))
+        return bool(acted) and acted[0]["ranks"] in right
+
     def _raised(self) -> list[str]:
         """List errors that scripts raised and no fault did, and take-overs that failed though their sources were there.
 
@@ -292,8 +301,8 @@ class Job:
 
     def _ought_to_recover(self, outcome: Outcome) -> bool:
         overtaken = any(later.after == outcome.kill.index for later in self.kills)
-        unnoticed = outcome.kill.kind == "gil" or (outcome.kill.phase == "rehearsal" and outcome.kill.after < 0)
-        return not (self.stops or overtaken or unnoticed)
+        rehearsal = outcome.kill.phase == "rehearsal" and outcome.kill.after < 0
+        return not (self.stops or overtaken or rehearsal or outcome.kill.kind == "slow")
 
 
 def hook_agents(plan: Path, marker: Path) -> None:

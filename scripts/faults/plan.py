@@ -16,6 +16,7 @@ import signal
 import socket
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -33,15 +34,22 @@ ORDERED = {
     "oom": ("fakecuda_order", b"refuse_malloc", 100),
 }
 """Faults of the device and of NCCL that the stand-ins in tests/fakecuda are ordered to have, and by which call."""
-KINDS = ("node", "rank", "raise", "poison", "stop", "silent", "gil", "assert", "reset", *ORDERED)
+KINDS = (
+    "node", "rank", "raise", "poison", "stop", "silent", "gil", "file", "absent", "slow", "assert", "reset", *ORDERED,
+)  # fmt: skip
 """node: SIGKILL of every process of the host; rank: of the worker; raise: an exception in the worker; poison: one that
 says that its host has failed; stop: SIGSTOP of the worker; silent: SIGSTOP of every process of the host; gil: the
-worker sleeps for ever and holds the GIL; assert: a device-side assertion, of which the worker hears at one of its
-next CUDA calls; all of them fail then; reset: the worker's connections to other processes end, and nobody dies;
-spin: the worker's next kernel never ends; mute: its communicators neither send nor take anything more, their
-connections stay open; abort-hangs: its next abort does not return; issue: NCCL gives ncclSystemError where its next
-operation is issued; on-stream: that operation fails on its stream, with ncclRemoteError; oom: the device has no
-memory for an allocation made here."""
+worker waits for ever in C and holds the GIL; file: it opens a file that never opens; absent: it waits for a message
+that nobody sends, while the others wait for it in a collective; slow: it goes on after SLOW_S; assert: a device-side
+assertion, of which the worker hears at one of its next CUDA calls; all of them fail then; reset: the worker's
+connections to other processes end, and nobody dies; spin: the worker's next kernel never ends; mute: its communicators
+neither send nor take anything more, their connections stay open; abort-hangs: its next abort does not return; issue:
+NCCL gives ncclSystemError where its next operation is issued; on-stream: that operation fails on its stream, with
+ncclRemoteError; oom: the device has no memory for an allocation made here."""
+HANGS = ("gil", "file", "absent")
+"""Faults that only a stall tells of."""
+LEAVES = ("reset", *HANGS)
+"""Faults for which a host may be asked to leave, if they come again."""
 INJECTED = "a fault was planned here"
 CAUSES = {
     "assert": ("device-side assert", "CUDA error", "unhandled cuda error"),
@@ -49,7 +57,7 @@ CAUSES = {
     "issue": ("NCCL error",),
 }
 """Words of the errors that a script meets because of such a fault: at once, or at a later call of CUDA or NCCL."""
-GIL_SLEEP_S = 3600
+SLOW_S = 10.0
 HOLD_POLL_S = 0.005
 
 
@@ -210,7 +218,16 @@ def _strike_worker(kind: str, pid: int) -> None:
     elif kind == "silent":
         processes.signal_node(int(os.environ["DEMO_LEADER"]), signal.SIGSTOP)
     elif kind == "gil":
-        ctypes.PyDLL(None).sleep(GIL_SLEEP_S)
+        ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+    elif kind == "file":
+        os.mkfifo(path := f"{tempfile.mkdtemp()}/file")
+        os.close(os.open(path, os.O_RDONLY))
+    elif kind == "absent":
+        torch = sys.modules["torch"]
+        others = [rank for rank in range(torch.distributed.get_world_size()) if rank != torch.distributed.get_rank()]
+        torch.distributed.recv(torch.zeros(1), src=others[0])
+    elif kind == "slow":
+        time.sleep(SLOW_S)
     elif kind == "assert":
         torch = sys.modules["torch"]
         torch._assert_async(torch.zeros(1, device="cuda"))
