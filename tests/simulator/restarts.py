@@ -46,6 +46,6 @@ class Restarts:
         window_s, storm_s = self._policy.restarts_window_s / (1 - drift), self._storm_s / (1 + drift)
         counted: list[float] = []
         for when in times:
-            if now - when < window_s and (not counted or when - counted[-1] >= storm_s):
+            if not counted or when - counted[-1] >= storm_s:
                 counted.append(when)
-        return len(counted)
+        return sum(now - when < window_s for when in counted)
