@@ -80,6 +80,7 @@ def test_each_hang_is_cured_and_named(tmp_path, corpus, references, layout):
         assert "which gets no further" in log.read_text(), log
 
 
+@pytest.mark.slow
 @in_zygote
 def test_what_is_slow_is_not_taken_for_a_hang(tmp_path, corpus, references):
     """The first step of a process, an evaluation and a save take 20 times a step and more, and ten times the floor."""
@@ -93,6 +94,7 @@ def test_what_is_slow_is_not_taken_for_a_hang(tmp_path, corpus, references):
     assert not tail.of("SwapPlanned") and not cures(tail) and not tail.of("RankLost")
 
 
+@pytest.mark.slow
 @in_zygote
 def test_a_save_and_a_snapshot_that_hang_are_cured(tmp_path, corpus, references):
     """The first save of a process may take as long as a start, here 20 s: far longer than a step."""
