@@ -46,7 +46,7 @@ class Rank(Live):
         super().__init__(context, layout, SlotPair.create(3, 4096, layout.payload_bytes), step)
         self._restored = step
 
-    def _wait_until(self, done: Any) -> None:
+    def _wait_until(self, done: Any, interruptible: bool = True) -> None:
         assert done(), "it would wait for ever"
 
     def _swap(self) -> None:

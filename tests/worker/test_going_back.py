@@ -44,7 +44,7 @@ class Told(Live):
         for step in range(first + 1, first + steps + 1):
             self._log.prune(step)
         saves = fake(cancel=lambda: [], report_cancelled=lambda *_: None, sweep=lambda *_: None)
-        self._context = fake(saves=saves)
+        self._context, self._stager = fake(saves=saves), fake(settle=lambda: None)
         self._groups = fake(generations=Generations(explain_timeout_s=0.0))
         self._link = fake(
             event=lambda kind, **fields: None,

@@ -220,10 +220,11 @@ def test_a_rank_says_that_it_has_unwound_when_its_device_rests(monkeypatch, devi
     rank = Rank()
     rank._context.saves = fake(cancel=list)
     rank._link.wait_for_join = wait_for_join
+    rank._stager = fake(settle=lambda: done.append("no copy is under way"))
     with pytest.raises(Unwound):
         Live._swap(rank)
     dead = "its CUDA context is dead: CUDA error: an illegal memory access was encountered"
-    assert done == ["rest", dead if device_is_dead else "join"]
+    assert done == ["no copy is under way", "rest", dead if device_is_dead else "join"]
 
 
 def _counted(does: Callable[[], Any]) -> tuple[int, int, int]:
