@@ -13,7 +13,7 @@ from ..core import api, local
 from ..core.types import NodeId, Rank, Step, World
 from ..host.machine import Machine
 from ..host.output import Pipe
-from ..host.proc import Stacks
+from ..host.stacks import Stacks
 from ..transport.handshake import Credentials
 from ..transport.unix import LocalPeer
 from .reports import Reports

@@ -20,7 +20,8 @@ from ..core import api, local
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import EXIT_OK, invariant, present, shell_code
 from ..host.output import READ_S, LogFile, Repeats, printed_since, rank_file
-from ..host.proc import described_exit, frames_of
+from ..host.proc import described_exit
+from ..host.stacks import frames_of
 from ..transport.tasks import Tasks
 from ..transport.unix import LocalPeer, close_descriptors
 from .node import LocalNode, Process, Slot

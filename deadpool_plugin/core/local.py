@@ -78,7 +78,7 @@ class RehearsalOutput(LocalMessage, frozen=True):
 
 
 class StackFile(LocalMessage, frozen=True):
-    """The file to which a signal has the process write its Python stack (host/proc.py)."""
+    """The file to which a signal has the process write its Python stack (host/stacks.py)."""
 
     descriptors: ClassVar[int] = 1
 

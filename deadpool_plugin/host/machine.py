@@ -38,6 +38,7 @@ from . import files, proc
 from .files import SharedFolder
 from .output import Pipe, Writer
 from .proc import Processes, reset_affinity
+from .stacks import Stacks
 
 T = TypeVar("T")
 Found = list[tuple[str, str]]
@@ -165,9 +166,9 @@ class Machine:
         """Read what processes of the node print, from `descriptor`, which is the pipe's from now on."""
         return Pipe(descriptor, self.output)
 
-    def stacks(self, descriptor: int, pid: int) -> proc.Stacks:
+    def stacks(self, descriptor: int, pid: int) -> Stacks:
         """Read the Python stack of process `pid`, which writes it into `descriptor`, ours from now on."""
-        return proc.Stacks(descriptor, pid)
+        return Stacks(descriptor, pid)
 
     def serve(
         self,

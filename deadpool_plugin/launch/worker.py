@@ -27,7 +27,7 @@ from ..config import MIB, Config
 from ..core import local
 from ..errors import DeadpoolError, GenerationChanged
 from ..host.output import say
-from ..host.proc import write_stacks
+from ..host.stacks import write_stacks
 from ..transport import linux
 from ..transport.unix import LocalConnection
 from ..worker.faults import machine_fault

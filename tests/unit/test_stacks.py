@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from support import present
 
-from deadpool_plugin.host.proc import Stacks, frames_of
+from deadpool_plugin.host.stacks import Stacks, frames_of
 
 ENV = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 SCRIPT = """
 import ctypes, os, sys, threading, time
-from deadpool_plugin.host.proc import write_stacks
+from deadpool_plugin.host.stacks import write_stacks
 
 def hang():
     if sys.argv[1] == "gil":
