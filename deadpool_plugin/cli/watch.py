@@ -254,7 +254,7 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
         "committed_age_s": _since(view.committed_at or None, now),
         "stalled_s": view.stalled_s(now),
         "stalled": stall.what if (stall := view.holds_up) is not None else None,
-        "stalled_ranks": view.holds_up.ranks if view.holds_up is not None else (),
+        "stalled_ranks": stall.ranks if stall is not None else (),
         "spares_left": len(view.world.spares) if view.world is not None else None,
         "spare_command": view.spare_command or None,
         "mirrored": view.protection in ("Mirrored", "Protected"),

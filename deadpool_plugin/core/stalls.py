@@ -250,13 +250,13 @@ class Stalls:
         fixed_s = self._ctx.timing.stall_timeout_s
         return notice_s if fixed_s is None else min(notice_s, fixed_s / 2)
 
-    def _limit_s(self, places: Collection[Place], known: bool = True) -> float:
-        """After how long it is a hang, by what those that are waited for do; `known`: somebody is."""
+    def _limit_s(self, found: Finding) -> float:
+        """Return after how long it is a hang, by what those do that are waited for, or all if nobody is known."""
         timing = self._ctx.timing
         if timing.stall_timeout_s is not None:
             return timing.stall_timeout_s
-        least_s = 0.0 if known else UNKNOWN_PATIENCES * timing.silent_after_s
-        return max([self._ordinary_s, least_s, *map(self._limit_at, places)])
+        least_s = 0.0 if found.ranks else UNKNOWN_PATIENCES * timing.silent_after_s
+        return max([self._ordinary_s, least_s, *map(self._limit_at, self._places(found.ranks))])
 
     def _limit_at(self, place: Place) -> float:
         timing, by_longest_s = self._ctx.timing, TIMES_LONGEST * place.longest_s
@@ -290,10 +290,9 @@ class Stalls:
     def _ask(self, finished: Collection[Rank]) -> None:
         ctx, found = self._ctx, self._found
         self._finished = frozenset(finished)
-        near = found is not None and self.waited_s >= FIRST_LOOK * self._limit_s(
-            self._places(found.ranks), bool(found.ranks)
-        )
-        self._asked_about = (found.ranks or tuple(range(len(ctx.world.node_of)))) if found is not None and near else ()
+        self._asked_about = ()
+        if found is not None and self.waited_s >= FIRST_LOOK * self._limit_s(found):
+            self._asked_about = found.ranks or tuple(range(len(ctx.world.node_of)))
         self._question += 1
         self._asked_at, self._answers = ctx.awake, {}
         for node in ctx.world.active:
@@ -317,8 +316,12 @@ class Stalls:
         return [node for node in self._ctx.world.active if node not in self._answers]
 
     def _places(self, ranks: Collection[Rank]) -> list[Place]:
-        told = [one for of_node in self._answers.values() for one in of_node if not ranks or one.rank in ranks]
+        told = [one for one in self._told if not ranks or one.rank in ranks]
         return [one.place for one in told if one.place is not None]
+
+    @property
+    def _told(self) -> list[RankCalls]:
+        return [one for of_node in self._answers.values() for one in of_node]
 
     def _look(self, ledger: Ledger) -> str:
         """Find who never arrived; say it, and act on it if it is time to."""
@@ -330,7 +333,7 @@ class Stalls:
         if self._finished:  # who has finished may leave the others work to do without it
             self._look_s = 2 * waited_s
             return ""
-        told = [one for of_node in self._answers.values() for one in of_node]
+        told = self._told
         found = find(told, ctx.world.node_of)
         if unheard := self._unheard:
             found = Finding((), f"node {listed(unheard)} has not said where its processes are")
@@ -338,7 +341,7 @@ class Stalls:
             found = Finding((), f"{found.what}; {lacks}")
         self._found = found
         places, stacks = self._places(found.ranks), {one.rank: one.stack for one in told if one.stack}
-        limit_s = self._limit_s(places, bool(found.ranks))
+        limit_s = self._limit_s(found)
         if self._asked_about:
             if self._first_stacks is None or self._first_stacks[0].ranks != found.ranks:
                 self._first_stacks = (found, stacks)
@@ -367,7 +370,7 @@ class Stalls:
         if changed and timing.stall_timeout_s is None and 2 * limit_s <= timing.start_timeout_s:
             self._double()
             self._first_stacks = None
-            longer_s = self._limit_s(self._places(found.ranks), bool(found.ranks))
+            longer_s = self._limit_s(found)
             self._look_s = max(FIRST_LOOK * longer_s, self.waited_s + timing.heartbeat_interval_s)
             slow = "; its stack changes, so it is slow and does not hang"
             self._say(Finding(found.ranks, found.what + slow), longer_s, stacks)
