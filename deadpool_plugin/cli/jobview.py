@@ -186,7 +186,7 @@ class JobView:
 
     @property
     def holds_up(self) -> events.Stalled | None:
-        """What holds training up now, as far as the job has said."""
+        """The newest stall, if training still waits, as far as the job has said."""
         stall = self.stall
         is_old = stall is None or stall.generation < self.generation or stall.time < self.stepped_at
         return None if is_old or self.outcome or self.swapping_since is not None else stall

@@ -62,7 +62,7 @@ class Groups(Runtime):
         self._training = False
         self._flight_recorder = FlightRecorder(self.calls_area, 0, ())
         self._pairs = False
-        """What was counted began alike on all members: their communicators were built again."""
+        """All members of each group began to count together: their communicators were built again."""
         self._created: list[tuple[int, ...]] = []
 
     @property

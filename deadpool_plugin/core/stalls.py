@@ -43,7 +43,7 @@ PATIENT = frozenset(Activity) - {Activity.STEP, Activity.SCRIPT}
 
 
 class Cure(IntEnum):
-    """What is done for a hang, in the order in which it is tried."""
+    """The cures for a hang, in the order in which they are tried."""
 
     NOTHING = 0
     INTERRUPT = 1
@@ -96,7 +96,7 @@ def find(answers: Iterable[RankCalls], node_of: Sequence[NodeId] = ()) -> Findin
 
 
 def _most_awaited(waits_for: Iterable[Collection[Rank]]) -> set[Rank]:
-    """Of ranks that wait for each other choose the one that has passed the others by: most of them wait for it."""
+    """Choose, of ranks that wait for each other, the one that has passed the others by: most of them wait for it."""
     times = Counter(rank for its in waits_for for rank in its).most_common(2)
     return {times[0][0]} if len(times) == 1 or (times and times[0][1] > times[1][1]) else set()
 
@@ -119,7 +119,7 @@ def _behind(ranks: Iterable[RankCalls]) -> dict[str, dict[Rank, int]]:
 
 
 class _Table(NamedTuple):
-    """What is known of all ranks, for sentences about them."""
+    """The answers of all ranks, for sentences about them."""
 
     ranks: Mapping[Rank, RankCalls]
     behind: Mapping[str, Mapping[Rank, int]]
@@ -330,7 +330,7 @@ class Stalls:
         if ctx.plan is not None and self._pairing.compare(self._answers, self._finished):
             self._look_s = waited_s + ctx.timing.silent_after_s
             return ""  # they do not pair: whoever is new among them goes
-        if self._finished:  # who has finished may leave the others work to do without it
+        if self._finished:  # a rank that has finished may leave the others work to do without it
             self._look_s = 2 * waited_s
             return ""
         told = self._told

@@ -280,7 +280,7 @@ class Job:
     def _is_named(self, outcome: Outcome) -> bool:
         fired = outcome.fired or {}
         acted = [event for event in self.tail.of("Stalled") if event["cure"] and event["time"] > fired["time"]]
-        # Who waits for a message of a rank that waits for it, through others, is one of a circle.
+        # A rank that waits for a message of one that waits for it, through others, is one of a circle.
         right = ([fired["rank"]], *([[]] if outcome.kill.kind == "absent" else []))
         return bool(acted) and acted[0]["ranks"] in right
 
