@@ -253,9 +253,9 @@ class Controller:
         ctx.watch.hear(sender, ctx.awake)
         if sender in ctx.watch.silent and not self._swaps.counts_as_lost(sender):
             ctx.clear(sender)  # nothing has come of its silence here, and nothing need
-        generation, ends = generation_of(message), (messages.Decided, messages.Verdict, messages.Goodbye)
-        if generation > self.generation and not isinstance(message, ends):
-            ctx.send(sender, messages.Report(self.generation))  # who decided it may have died before it told us
+        generation, ours = generation_of(message), ctx.world.generation
+        if generation > ours and not isinstance(message, (messages.Decided, messages.Verdict, messages.Goodbye)):
+            ctx.send(sender, messages.Report(ours))  # who decided it may have died before it told us
         if isinstance(message, messages.JoinRequest):
             if ctx.decided is not None and (sender in ctx.world.members or sender in self._former):
                 ctx.send(sender, ctx.decided)  # it has not heard yet that it is a member, or is one no more
@@ -266,7 +266,7 @@ class Controller:
             self._hear(sender, message)
         elif isinstance(message, messages.Goodbye):
             ctx.candidates.pop(sender, None)
-        elif generation < self.generation:
+        elif generation < ours:
             self._swaps.bring_up_to_date(sender)
 
     def _received_early(self, event: api.Received) -> None:

@@ -56,7 +56,7 @@ class Processes:
 
     @property
     def holdings(self) -> tuple[Holding, ...]:
-        return tuple(self._held[key] for key in sorted(self._held))
+        return tuple(map(self._held.__getitem__, sorted(self._held)))
 
     @property
     def store(self) -> str:

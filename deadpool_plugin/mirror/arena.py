@@ -91,7 +91,8 @@ class SlotPair:
         self.header_bytes, self.payload_bytes = header_bytes, payload_bytes
         # Slot -> digest of a header, checksums of its payload's frames when they were first sent or received here.
         self.sums: dict[int, tuple[int, Sums]] = {}
-        self._slot_bytes = _rounded_up(header_bytes) + _rounded_up(payload_bytes)
+        self._payload_at = _rounded_up(header_bytes)
+        self._slot_bytes = self._payload_at + _rounded_up(payload_bytes)
         self._map = mmap.mmap(fd, arena_bytes(header_bytes, payload_bytes), mmap.MAP_SHARED)
         self._map.madvise(_MADV_DONTDUMP)  # or every core dump, of a worker or of the agent, would have it all
         self._view = memoryview(self._map)
@@ -149,12 +150,12 @@ class SlotPair:
             going_on()
 
     def _slot(self, step: int) -> memoryview:
-        invariant(step >= 0, f"snapshots have steps from 0 on, got {step}")
+        invariant(step >= 0, "snapshots have steps from 0 on")
         return self._view[step % 2 * self._slot_bytes :]
 
     def payload(self, step: int) -> memoryview:
         """Return the bytes of the slot of `step`, writable, page-aligned; valid only if `open(step)` says so."""
-        return self._slot(step)[_rounded_up(self.header_bytes) :][: self.payload_bytes]
+        return self._slot(step)[self._payload_at : self._payload_at + self.payload_bytes]
 
     @property
     def announced(self) -> int:

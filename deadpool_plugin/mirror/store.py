@@ -123,7 +123,9 @@ class SnapshotStore:
         return recording
 
     def history(self, rank: Rank) -> CallHistory:
-        return self.histories.setdefault(rank, CallHistory(self._history_limit_bytes))
+        if (history := self.histories.get(rank)) is None:
+            history = self.histories.setdefault(rank, CallHistory(self._history_limit_bytes))
+        return history
 
     def _pair(self, rank: Rank) -> SlotPair | None:
         return self._own.get(rank) or self._mirrored.get(rank)

@@ -95,19 +95,17 @@ class FrameBuffer:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yields the bodies that `data` completes; iterate to the end before the next call."""
-        self._pending += data
-        start = 0
+        pending, start = self._pending, 0
+        pending += data
         try:
-            while len(self._pending) - start >= LENGTH.size:
-                length = checked_length(self._pending, self._limit_bytes, start)
-                end = start + LENGTH.size + length
-                if len(self._pending) < end:
+            while len(pending) >= (body_at := start + LENGTH.size):
+                end = body_at + checked_length(pending, self._limit_bytes, start)
+                if len(pending) < end:
                     break
-                body = bytes(memoryview(self._pending)[start + LENGTH.size : end])
                 start = end
-                yield body
+                yield bytes(memoryview(pending)[body_at:end])
         finally:
-            del self._pending[:start]
+            del pending[:start]
 
 
 async def recv_exact(sock: socket.socket, size: int) -> bytes:

@@ -39,19 +39,14 @@ class Timeline:
 
     def run(self, until: float, events_max: int) -> None:
         """Let things happen until it is halted, `until` has passed, or nothing is to come; at most so many."""
-        due, following, pop = self._due, self._next, heapq.heappop
-        for _ in range(events_max):
-            if self.halted or self.now > until:
-                return
+        due, following, pop, last = self._due, self._next, heapq.heappop, self.events + events_max
+        while self.events < last and not self.halted and self.now <= until and (following or due):
+            self.events += 1
             if following:
-                self.events += 1
                 following.popleft()()
-            elif due:
-                self.events += 1
+            else:
                 self.now, _, work, arguments = pop(due)
                 work(*arguments)
-            else:
-                return
 
     def is_past(self, when: float) -> bool:
         """Return whether nothing more happens until `when`."""

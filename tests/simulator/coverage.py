@@ -6,7 +6,7 @@ kind of input or message.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import get_args
 
@@ -42,15 +42,15 @@ def named(state: str, event: str) -> str:
 
 
 class Coverage:
-    """Counts of pairs."""
+    """Counts of pairs. `pairs`: of states and the kinds of events."""
 
     def __init__(self) -> None:
-        self.pairs: Counter[tuple[str, str]] = Counter()
+        self.pairs: defaultdict[tuple[str, type], int] = defaultdict(int)
 
     def sees(self, controller: Controller, event: api.Input) -> None:
         """`controller` is about to take in `event`."""
         kind: type = type(event.message) if isinstance(event, api.Received) else type(event)
-        self.pairs[state_of(controller), kind.__name__] += 1
+        self.pairs[state_of(controller), kind] += 1
 
 
 def state_of(controller: Controller) -> str:

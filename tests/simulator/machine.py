@@ -40,6 +40,7 @@ class ToyPair(SlotPair):
         self.fd, self.rank = next(self._numbers), rank
         self.header_bytes, self.payload_bytes = header_bytes, payload_bytes
         self.sums = {}
+        self._payload_at = (arena_bytes(header_bytes, 0) - arena_bytes(0, 0)) // 2
         self._slot_bytes = (arena_bytes(header_bytes, payload_bytes) - arena_bytes(0, 0)) // 2
         self._view = memoryview(bytearray(arena_bytes(header_bytes, payload_bytes)))
         self._changed = changed

@@ -6,6 +6,7 @@ told of every change (store.py) and looks at nothing else, so that it may be ask
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from deadpool_plugin.core.types import Generation, NodeId, Rank, Step, World
@@ -30,17 +31,14 @@ class Memory:
         self._world: World | None = None
         self._generation: Generation = 0
         self._needed = self._corrupt = 0
-        self._headers: dict[tuple[Rank, Step], set[NodeId]] = {}
-        self._payloads: dict[tuple[Rank, Step], set[NodeId]] = {}
+        self._headers: defaultdict[tuple[Rank, Step], set[NodeId]] = defaultdict(set)
+        self._payloads: defaultdict[tuple[Rank, Step], set[NodeId]] = defaultdict(set)
         self._unsafe: dict[Step, set[Rank]] = {}
 
     def changed(self, node: NodeId, rank: Rank, step: Step) -> None:
         """`node` may hold something else of (rank, step) than before."""
         home = self._cluster.nodes[node]
-        headers, payloads = (
-            self._headers.setdefault((rank, step), set()),
-            self._payloads.setdefault((rank, step), set()),
-        )
+        headers, payloads = self._headers[rank, step], self._payloads[rank, step]
         header, payload = served(home, rank, step) if home.up else (False, False)
         if header == (node in headers) and payload == (node in payloads):
             return

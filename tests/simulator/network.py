@@ -88,6 +88,8 @@ class Network:
         return self.rules.judge(self.timeline.now, source, target).copies > 0
 
     def flips_a_bit(self, source: NodeId, target: NodeId) -> bool:
+        if not self.flips:
+            return False
         now = self.timeline.now
         return any(now < rule.until and not rule.judge(source, target, self.rng).copies for rule in self.flips)
 

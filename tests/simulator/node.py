@@ -101,11 +101,11 @@ class SimulatedAgent(Agent):
         super()._broke(error)
 
     def feed(self, event: api.Input) -> None:
-        if not (self._duplicates and isinstance(event, api.Received)):
-            super().feed(event)
-            return
-        for _ in range(self._host_node.cluster.copies(event.sender, self._host_node.number)):
-            super().feed(event)
+        copies = 1
+        if self._duplicates and isinstance(event, api.Received):
+            copies = self._host_node.cluster.copies(event.sender, self._host_node.number)
+        for _ in range(copies):
+            Agent.feed(self, event)
 
 
 class Node:

@@ -201,7 +201,7 @@ def _outcome(cluster: Cluster, finding: Finding | None) -> Outcome:
         swaps=len(cluster.plans),
         faults=dict(cluster.strikes.effects),
         verdict=_verdict(exits),
-        pairs={named(state, event): count for (state, event), count in cluster.coverage.pairs.items()},
+        pairs={named(state, kind.__name__): count for (state, kind), count in cluster.coverage.pairs.items()},
         finding=finding,
     )
 
