@@ -502,7 +502,8 @@ class FakeModule:
 
     def __getattr__(self, name: str) -> Any:
         assert name.isupper() or name == "gaierror", f"transport/sockets.py uses socket.{name}, which is not simulated"
-        return getattr(real, name)
+        vars(self)[name] = found = getattr(real, name)  # it is not asked again
+        return found
 
     def _kernel(self) -> Kernel:
         loop = asyncio.get_running_loop()
