@@ -220,6 +220,8 @@ class Processes:
             return False
         elif not self._restarts.spend(rank, ctx.now):
             often = f"more than {self._restarts} on this node (restarts_max, restarts_window_s)"
+            if failure.raises:  # the error may follow the rank to the host that takes it
+                ctx.broadcast(RankFailed(ctx.world.generation, failure))
             ctx.resign(f"rank {rank} was lost {often}: {failure.reason}")
         else:
             self.gone[rank] = failure
@@ -231,6 +233,8 @@ class Processes:
         world, rank = self._ctx.world, message.failure.rank
         if message.generation == world.generation and rank in world.ranks_of(sender) and sender != self._ctx.node:
             self._gone_elsewhere.add(rank)
+            if message.failure.raises:
+                self._suspicions[rank] = Suspicion(rank, message.failure.raises, self._ctx.newest_committed)
 
     def consume(self, store: str) -> None:
         """Withdraw a store: it is built upon, or gone."""

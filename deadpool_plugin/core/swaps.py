@@ -23,6 +23,7 @@ from .types import NEVER, NO_STEP, Ballot, NodeId, Rank, SwapPlan, Unrecoverable
 from .voter import Voter
 
 ROUNDS_MAX = 64
+CALMS = 8  # in a storm a plan waits until this fraction of `silent_after_s` has brought no further loss
 RIVAL_INTERVALS = 4  # heartbeat intervals a refused proposer waits for its rival's decision
 
 
@@ -34,6 +35,7 @@ class Proposal:
     lost: dict[NodeId, str]
     deadline: float  # by `Context.awake`
     silent: tuple[NodeId, ...] = ()
+    calm_at: float = NEVER  # in a storm: by `Context.now`, when it is planned unless one more loss is heard of
     promises: dict[NodeId, Promise] = field(default_factory=dict)
     plan: SwapPlan | None = None
     accepted: set[NodeId] = field(default_factory=set)
@@ -71,7 +73,7 @@ class Swaps:
         self.voter = Voter(context, processes)
         self.proposal: Proposal | None = None
         self._rounds = self._round_seen = 0
-        self._retry_at = self._look_at = context.now
+        self._began_at = self._retry_at = self._look_at = context.now
         self._announced: set[NodeId] = set()
         self._told: set[tuple[NodeId, NodeId]] = set()  # to which coordinator, about whom
         self._is_stuck = False
@@ -182,16 +184,34 @@ class Swaps:
         limit_s = ctx.timing.phase_timeout_s
         if not ctx.watch.unheard <= suspects.keys():  # it may link up still, and wait for a host that stands still
             limit_s = max(limit_s, ctx.formed_at + ctx.timing.linking_s - ctx.now)
-        self.proposal = Proposal(ballot, dict(suspects), ctx.awake + limit_s, silent)
+        self.proposal = Proposal(ballot, dict(suspects), ctx.awake + limit_s, silent, self._calm_at)
         ctx.broadcast(self.proposal.prepare())
 
+    @property
+    def _calm_at(self) -> float:
+        """When a plan that is due for a loss may be made: at once, but after a while if the last loss was lately.
+
+        Each plan of a storm costs all ranks an interruption, so what is lost meanwhile is planned together.
+        """
+        ctx, plan, storm_s = self._ctx, self._ctx.plan, self._ctx.timing.silent_after_s
+        if plan is None or not (plan.lost_nodes or plan.lost_ranks) or ctx.now - self._began_at >= storm_s:
+            return NEVER
+        return ctx.now + storm_s / CALMS
+
     def promise(self, sender: NodeId, message: Promise) -> None:
-        proposal = self.proposal
+        ctx, proposal = self._ctx, self.proposal
         if proposal is None or proposal.ballot != message.ballot or proposal.plan is not None:
             return
+        before = proposal.promises.get(sender)
         proposal.promises[sender] = message
-        self._ctx.learn(message)
-        if proposal.is_complete(self._ctx.world):
+        ctx.learn(message)
+        if before is not None and before.failed != message.failed and proposal.calm_at != NEVER:
+            proposal.calm_at = self._calm_at
+        self._propose_if_calm(proposal)
+
+    def _propose_if_calm(self, proposal: Proposal) -> None:
+        ctx = self._ctx
+        if proposal.plan is None and ctx.now >= proposal.calm_at and proposal.is_complete(ctx.world):
             self._propose(proposal)
 
     def _propose(self, proposal: Proposal) -> None:
@@ -323,6 +343,9 @@ class Swaps:
         ctx = self._ctx
         self.voter.tick()
         if self.proposal is not None:
+            if NEVER < self.proposal.calm_at <= ctx.now:
+                self.proposal.calm_at = NEVER
+                self._propose_if_calm(self.proposal)
             self._expire(self.proposal)
         limit_s = ctx.timing.decision_timeout_s
         if not ctx.ended and ctx.swapping and ctx.awake - ctx.patient_since >= limit_s:

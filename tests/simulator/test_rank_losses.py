@@ -111,6 +111,38 @@ def test_no_restarts_means_a_crash_costs_the_host(start):
     assert job.end() == {0: 0, 1: 0, 2: 87, 3: 0, 4: 0} and job.plans[1].lost_nodes == (2,)
 
 
+def test_no_restarts_means_an_error_that_follows_the_rank_over_three_hosts_is_the_scripts(start):
+    job = start(steps=60, restarts_max=0, spares=4).train()
+    for _ in range(2):
+        heal(job, 5, RAISED)
+    assert job.plans[2].suspicions[0].raises == 2
+    job.lose(5, RAISED)
+    lost = {node for plan in job.plans.values() for node in plan.lost_nodes}
+    assert len(lost) == 2 and job.end() == {node: 87 if node in lost else RAISED for node in range(7)}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_lost_one_after_another_within_a_storm_is_planned_together(start, seed):
+    job = start(seed=seed, steps=60).train()
+    heal(job, 2)
+    for rank in (0, 1, 3, 4, 5):
+        job.lose(rank)
+        job.idle(job.timing.silent_after_s / 10)
+    assert set(job.end().values()) == {0} and not job.told(events.NodeLost)
+    assert [plan.lost_ranks for plan in job.plans.values()] == [(2,), (0, 1, 3, 4, 5)]
+
+
+def test_a_storm_that_does_not_end_is_planned_within_one_patience(start):
+    job = start(seed=3, active=12).train()
+    heal(job, 0)
+    for rank in range(1, 24):
+        job.lose(rank)
+        job.idle(job.timing.silent_after_s / 12)
+    assert set(job.end().values()) == {0} and not job.told(events.NodeLost)
+    planned = [len(plan.lost_ranks) for plan in job.plans.values()]
+    assert planned[0] == 1 and 8 <= planned[1] <= 12 and sum(planned) == 24
+
+
 def test_an_error_that_comes_back_is_tried_on_another_host_and_then_ends_the_job(start):
     job = start(steps=60).train()
     heal(job, 2, RAISED)

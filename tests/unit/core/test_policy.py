@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from deadpool_plugin.config import Config
 from deadpool_plugin.core.policy import Budget, Timing
-from deadpool_plugin.core.swaps import RIVAL_INTERVALS
+from deadpool_plugin.core.swaps import CALMS, RIVAL_INTERVALS
 
 README = Path(__file__).resolve().parents[3] / "deadpool_plugin" / "core" / "README.md"
 ROW = re.compile(r"^\| (.+?) \| ([0-9.]*) ?P(?:/(\d+))? \| .+ \|$", re.MULTILINE)
@@ -21,6 +21,7 @@ def test_the_readme_shows_the_time_outs_in_their_order():
     expected = {
         "tick": config.tick_s,
         "heartbeat interval": timing.heartbeat_interval_s,
+        "calm": timing.silent_after_s / CALMS,
         "own pause": timing.own_pause_s,
         "wait for a rival": RIVAL_INTERVALS * timing.heartbeat_interval_s,
         "`lease_s`": timing.lease_s,
