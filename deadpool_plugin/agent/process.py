@@ -364,7 +364,7 @@ class Agent:
             RankCalls(
                 rank,
                 read_calls(pair.calls, action.generation),
-                place=read_place(pair.calls, lambda: int(self._loop.time() * 1e9)),
+                place=read_place(pair.calls),
                 stack=stacks.get(rank, ()),
             )
             for rank, pair in own

@@ -109,7 +109,6 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     activity: Annotated[int, msgspec.Meta(ge=0, le=8)]  # of signatures.Activity
     call: str  # the training call that it is in, "" in the script's own code
     step: Step  # the last one that it has made
-    for_s: float  # since it entered, by its host's clock
     longest_s: float = 0.0  # that it was in one of this activity before
     waits: bool = False  # for others, in `operation`
     operation: str = ""

@@ -36,7 +36,7 @@ _NOW_AT = _NAME.size
 _CUTS_AT = _NOW_AT + _NOW.size
 _RING_AT = _CUTS_AT + 2 * _CUT.size
 _NAME_BYTES = 48  # of a call
-_PLACE = struct.Struct(f"<QBBqQQi{_NAME_BYTES}s32s56s")  # as `Whereabouts` writes it; the first word counts the changes
+_PLACE = struct.Struct(f"<QBBqQi{_NAME_BYTES}s32s56s")  # as `Whereabouts` writes it; the first word counts the changes
 _PLACE_AT = 64  # behind the head
 _BEGIN = 1  # the digest of nothing
 _TRIES = 8
@@ -86,9 +86,7 @@ class FlightRecorder:
 
 
 class Whereabouts:
-    """The place of this process's main thread. Thread: that one only.
-
-    `clock` gives nanoseconds, by a clock that the agent has, too."""
+    """The place of this process's main thread. Thread: that one only. `clock` gives nanoseconds."""
 
     def __init__(self, area: memoryview = memoryview(b""), clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._area, self._clock = area if len(area) else memoryview(bytearray(_ENTRY_BYTES)), clock
@@ -149,8 +147,8 @@ class Whereabouts:
         longest = self._longest[_LATER.get(self._activity, self._activity)]
         waits, peer, operation, group = self._waiting
         _PLACE.pack_into(
-            self._area, _PLACE_AT, self._changes, self._activity, waits, self._step, self._entered, longest, peer,
-            self._call, operation, group,
+            self._area, _PLACE_AT, self._changes, self._activity, waits, self._step, longest, peer, self._call,
+            operation, group,
         )  # fmt: skip
 
 
@@ -159,18 +157,17 @@ _LATER = {Activity.FIRST_EVALUATION: Activity.EVALUATION, Activity.FIRST_SAVE: A
 _FIRST = {later: first for first, later in _LATER.items()}
 
 
-def read_place(area: memoryview, clock: Callable[[], int] = time.monotonic_ns) -> Place | None:
+def read_place(area: memoryview) -> Place | None:
     """Read where the process is; None if it has not said, or every look met it at work."""
     for _ in range(_TRIES):
         found = bytes(area[_PLACE_AT : _PLACE_AT + _PLACE.size])
         if found != bytes(area[_PLACE_AT : _PLACE_AT + _PLACE.size]):
             continue
-        changes, activity, waits, step, entered, longest, peer, *names = _PLACE.unpack(found)
+        changes, activity, waits, step, longest, peer, *names = _PLACE.unpack(found)
         if not changes:
             return None
         call, operation, group = (name.rstrip(b"\0").decode(errors="replace") for name in names)
-        for_s = max(0.0, (clock() - entered) / 1e9)
-        return Place(activity, call, step, for_s, longest / 1e9, bool(waits), operation, group, peer)
+        return Place(activity, call, step, longest / 1e9, bool(waits), operation, group, peer)
     return None
 
 
