@@ -30,6 +30,7 @@ from ..host.proc import be_the_first_to_go, end_children, reaped
 from ..transport.framing import ConnectionClosed
 from ..transport.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, prctl
 from ..transport.unix import LocalConnection
+from ..worker.patching import before_fork
 from .worker import END_OF_NAMES, become
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed")
@@ -98,6 +99,8 @@ class Prewarm:
                 if call:
                     function, argument = call
                     getattr(module, function)(argument)
+        if self._names is not None and not self._names:
+            before_fork.note()  # the next fork is not to wait for it
 
 
 class Standby:
@@ -170,6 +173,7 @@ class Standby:
         tell, me = self._prewarm.pause(), os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
+        before_fork.note()
         self._order, self._child = order.order, os.fork()
         if self._child == 0:  # which never returns into the loop above
             try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import builtins
 import functools
+import gc
 import glob
 import importlib.abc
 import io
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 Function = Callable[..., Any]
@@ -55,12 +56,61 @@ class PatchSet:
         self._done.clear()
 
 
+def _names(module: object) -> dict[str, Any]:
+    return getattr(module, "__dict__", None) or {}
+
+
+class Aliases:
+    """Where a module has a function of another one, as `from torch import save` makes it, in all modules of today.
+
+    Looking at an object writes its reference count, which costs a forked process a copy of that page. So the process
+    that forks looks at its modules once; its children look here, and at the modules that they have imported themselves.
+    """
+
+    def __init__(self) -> None:
+        self._modules: dict[str, int] = {}  # how many names each had when it was looked at
+        self._places: dict[int, list[tuple[dict[str, Any], str]]] = {}  # by the function's `id`
+
+    def note(self) -> None:
+        """Add what was imported since, before a fork. Garbage collections, which write, too, skip all of it."""
+        for title, module in list(sys.modules.items()):
+            names = _names(module)
+            if self._modules.get(title) == len(names):
+                continue
+            self._modules[title] = len(names)
+            for name, value in list(names.items()):
+                if type(value) is FunctionType and (value.__module__, value.__name__) != (title, name):
+                    self._places.setdefault(id(value), []).append((names, name))
+        gc.freeze()
+
+    def put(self, original: Any, wrapper: Any) -> bool:
+        """Put `wrapper` in the place of `original` in those modules. Returns: whether it was a function of theirs."""
+        if not isinstance(original, FunctionType) or original.__module__ not in self._modules:
+            return False
+        home, own_name = _names(sys.modules.get(original.__module__)), original.__name__
+        if home.get(own_name) is not original:
+            return False
+        places = [(home, own_name), *self._places.pop(id(original), ())]
+        for names, name in places:
+            if names.get(name) is original:
+                names[name] = wrapper
+        self._places[id(wrapper)] = places
+        return True
+
+
+before_fork = Aliases()
+
+
 def replace(wrappers: dict[Any, Any]) -> None:
     """Put each wrapper in the place of its original under whatever name a module has it, the script's own included."""
-    # All at once where there are several: looking at everything costs a forked process a copy of most of its pages.
+    if all([before_fork.put(original, wrapper) for original, wrapper in wrappers.items()]):
+        # What was made since the fork is all that a garbage collection looks at.
+        modules = [sys.modules["__main__"], *(one for one in gc.get_objects() if issubclass(type(one), ModuleType))]
+    else:
+        modules = list(sys.modules.values())
     found = {id(original): wrapper for original, wrapper in wrappers.items()}
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None) or {}
+    for module in modules:
+        names = _names(module)
         for name in [name for name, value in list(names.items()) if id(value) in found]:
             names[name] = found[id(names[name])]
 
