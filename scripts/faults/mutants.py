@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     Mutant(
         "plan-before-all-promised", "core/swaps.py",
-        "if proposal.is_complete(self._ctx.world):", "if self._ctx.world.is_quorum(proposal.promises):",
+        "proposal.is_complete(ctx.world):", "ctx.world.is_quorum(proposal.promises):",
         "the plan, or the verdict, does not know all that survives",
     ),
     Mutant(
