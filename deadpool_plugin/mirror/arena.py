@@ -93,9 +93,12 @@ class SlotPair:
         self.sums: dict[int, tuple[int, Sums]] = {}
         self._payload_at = _rounded_up(header_bytes)
         self._slot_bytes = self._payload_at + _rounded_up(payload_bytes)
-        self._map = mmap.mmap(fd, arena_bytes(header_bytes, payload_bytes), mmap.MAP_SHARED)
+        self._view = self._mapped(arena_bytes(header_bytes, payload_bytes))
+
+    def _mapped(self, size: int) -> memoryview:
+        self._map = mmap.mmap(self.fd, size, mmap.MAP_SHARED)
         self._map.madvise(_MADV_DONTDUMP)  # or every core dump, of a worker or of the agent, would have it all
-        self._view = memoryview(self._map)
+        return memoryview(self._map)
 
     @classmethod
     def create(cls, rank: int, header_bytes: int, payload_bytes: int, going_on: GoingOn = goes_on) -> SlotPair:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deadpool_plugin.core.types import Generation, Holding, Rank, Step, SwapPlan
 from deadpool_plugin.host.output import Writer
-from deadpool_plugin.mirror.arena import SlotMaker, SlotPair, SnapshotHeader, arena_bytes
+from deadpool_plugin.mirror.arena import SlotMaker, SlotPair, SnapshotHeader
 from deadpool_plugin.mirror.store import SnapshotStore
 
 from .bulk import Bulk
@@ -37,14 +37,12 @@ class ToyPair(SlotPair):
     def __init__(
         self, rank: Rank, header_bytes: int, payload_bytes: int, changed: Callable[[Rank, Step], None]
     ) -> None:
-        self.fd, self.rank = next(self._numbers), rank
-        self.header_bytes, self.payload_bytes = header_bytes, payload_bytes
-        self.sums = {}
-        self._payload_at = (arena_bytes(header_bytes, 0) - arena_bytes(0, 0)) // 2
-        self._slot_bytes = (arena_bytes(header_bytes, payload_bytes) - arena_bytes(0, 0)) // 2
-        self._view = memoryview(bytearray(arena_bytes(header_bytes, payload_bytes)))
+        super().__init__(next(self._numbers), rank, header_bytes, payload_bytes)
         self._changed = changed
         self._sealed: dict[int, Step] = {}
+
+    def _mapped(self, size: int) -> memoryview:
+        return memoryview(bytearray(size))
 
     def invalidate(self, step: Step) -> None:
         old = self._sealed.pop(step % 2, None)
