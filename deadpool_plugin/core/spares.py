@@ -195,9 +195,8 @@ class Rehearsing:
     def tick(self) -> None:
         """Begin what was put off, and believe a spare that has not failed again."""
         ctx = self._ctx
-        if self._retry_at:
-            for slot in [slot for slot, at in self._retry_at.items() if ctx.now >= at]:
-                self._start_again(slot)
+        for slot in [slot for slot, at in self._retry_at.items() if ctx.now >= at]:
+            self._start_again(slot)
         if self._able_at is not None and ctx.now >= self._able_at and self._is_ready:
             self._able_at = None
             if not self._doubted:

@@ -99,8 +99,7 @@ class Prewarm:
                 if call:
                     function, argument = call
                     getattr(module, function)(argument)
-        if self._names is not None and not self._names:
-            before_fork.note()  # the next fork is not to wait for it
+        before_fork.note()  # the next fork is not to wait for it
 
 
 class Standby:
