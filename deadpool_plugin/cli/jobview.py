@@ -111,6 +111,13 @@ class Row(NamedTuple):
     loss: float | None
 
 
+SpareCommand = Literal["", "running", "awaited", "failed", "exhausted"]
+_SPARE_COMMAND: dict[type[events.Event], SpareCommand] = {
+    events.SpareCommandStarted: "running", events.SpareCommandDone: "awaited", events.SpareCommandFailed: "failed",
+    events.SpareCommandExhausted: "exhausted", events.HostJoined: "",
+}  # fmt: skip
+
+
 @dataclass
 class JobView:
     """Thread: one. A job that starts in the folder of an earlier one replaces it."""
@@ -133,8 +140,8 @@ class JobView:
     """The nodes that no spare can take."""
     history: Literal["ok", "filling", "full"] = "ok"
     """The fullest call records of any rank."""
-    spare_command: Literal["", "running", "awaited", "failed", "exhausted"] = ""
-    """What has become of its newest run; awaited: the host that it is to bring. "" once a host has joined."""
+    spare_command: SpareCommand = ""
+    """The state of its newest run; awaited: the host that it is to bring. "" once a host has joined."""
     swaps: list[Swap] = field(default_factory=list)
     fate: Fate = field(default_factory=Fate)
     outcome: str = ""
@@ -258,6 +265,7 @@ class JobView:
             text = f"{active} node(s) run {len(event.node_of)} rank(s), {len(event.spares)} node(s) stand by"
         if text and not (self.outcome and isinstance(event, (events.JobFinished, events.JobStopped))):  # all say so
             self.lines.append(Line(event.time, event.node, text))
+        self.spare_command = _SPARE_COMMAND.get(type(event), self.spare_command)
         match event:
             case events.NodeJoined():
                 self._joined_last.append(event)
@@ -279,16 +287,6 @@ class JobView:
                 self._protect(type(event).__name__, event)
             case events.HistoryFilling():
                 self.history = "full" if event.full or self.history == "full" else "filling"
-            case events.SpareCommandStarted():
-                self.spare_command = "running"
-            case events.SpareCommandDone():
-                self.spare_command = "awaited"
-            case events.SpareCommandFailed():
-                self.spare_command = "failed"
-            case events.SpareCommandExhausted():
-                self.spare_command = "exhausted"
-            case events.HostJoined():
-                self.spare_command = ""
             case events.WaitingForHost():
                 self._waiting = event.generation
             case events.NodeLost():
