@@ -64,7 +64,7 @@ def rank_file(output_dir: Path, rank: Rank, node: NodeId) -> Path:
 
 
 class LogFile(FileIO):
-    """What a lane writes to. It is closed when nobody has it any more."""
+    """The file that a lane writes to. It is closed when nobody has it any more."""
 
     broken = False
     """Its reader is gone, and does not come back."""

@@ -107,7 +107,7 @@ class Fate:
         """
         if self.ended() is None:
             return False
-        # Who is silent cannot, nor can a host that the job went on without; nor the others after a majority's verdict.
+        # A silent host cannot, nor can one that the job went on without; nor the others after a majority's verdict.
         left = set(range(nodes)) - self.tellers - self.removed
         by_majority = not self.finished and len({event.node for event in self._verdicts}) > len(left)
         return by_majority or left.isdisjoint(running)

@@ -180,8 +180,8 @@ class FrameProtocol(asyncio.Protocol):
 
     def close(self) -> None:
         """Sends what is queued and nothing more. The connection has ended when the peer has closed it, too."""
-        # What the peer still sends is read and dropped: a socket that is closed with bytes in it resets the connection,
-        # and a peer that meets the reset when it writes never reads our last words.
+        # Bytes that the peer still sends are read and dropped. A socket that is closed with bytes in it resets the
+        # connection, and a peer that meets the reset when it writes never reads our last words.
         if self._transport is not None and not self._leaving:
             self._leaving = True
             # Not `write_eof` while bytes are queued: nobody would get an error of asyncio's later shutdown.

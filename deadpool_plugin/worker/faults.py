@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterator
 
-# Of the storage behind the script's files, or of the device behind that (errno(3)).
+# Errors of the storage behind the script's files, or of the device behind that (errno(3)).
 _ERRNOS = frozenset({errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EREMOTEIO, errno.EUCLEAN, errno.ENODEV})
 _NUMBERS = "|".join(str(number) for number in sorted(_ERRNOS))
 _RULES = (

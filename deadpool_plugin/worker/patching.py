@@ -104,7 +104,7 @@ before_fork = Aliases()
 def replace(wrappers: dict[Any, Any]) -> None:
     """Put each wrapper in the place of its original under whatever name a module has it, the script's own included."""
     if all([before_fork.put(original, wrapper) for original, wrapper in wrappers.items()]):
-        # What was made since the fork is all that a garbage collection looks at.
+        # A garbage collection looks only at objects that were made since the fork.
         modules = [sys.modules["__main__"], *(one for one in gc.get_objects() if issubclass(type(one), ModuleType))]
     else:
         modules = list(sys.modules.values())

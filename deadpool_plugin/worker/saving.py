@@ -203,7 +203,7 @@ class Saves:
         """Remove what a lost process left of `flights` that are not done again. No survivor writes any more."""
         for flight in flights:
             folder = Path(flight.path)
-            # What was to be removed here cannot have been completed anywhere.
+            # No rank can have completed a checkpoint that was to be removed here.
             if flight.step < restore_step and flight.may_be_removed() and not (folder / MARK).exists():
                 with contextlib.suppress(OSError):  # another rank is at it, too; without its mark it is no checkpoint
                     for file in (file for pattern in LEFT for file in folder.glob(pattern)):
