@@ -117,6 +117,14 @@ class CatchingUp(Event, frozen=True):
     left_s: float = -1.0
 
 
+class RankTakenOver(Event, frozen=True):
+    """A process on this node has been handed a rank of a plan. `covered`: it had gone through the start of the rank's
+    script before the plan came; otherwise everybody has waited for that."""
+
+    rank: int
+    covered: bool
+
+
 class RehearsalFailed(Event, frozen=True):
     rank: int
     reason: str = ""

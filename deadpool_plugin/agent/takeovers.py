@@ -315,6 +315,7 @@ class TakeOvers:
         """Fetch the rank's state (from this node, without `source`), mirror it, and hand it to a ready process."""
         rank, step, timeout_s = slot.rank, plan.restore_step, self._node.config.start_timeout_s
         rehearsal = self._of(slot, rank)
+        covered = rehearsal is not None and rehearsal.finished.is_set()
         try:
             if rehearsal is None:
                 rehearsal = await self.begin(slot, rank, source.header_node if source else self._node.id)
@@ -336,6 +337,7 @@ class TakeOvers:
             order = local.TakeOver(plan.world.generation, plan.store, step, pair.header_bytes, pair.payload_bytes)
             peer.send(order, [pair.fd])
             peer.send(local.Committed(self._workers.committed))  # said to the others while this one rehearsed
+            self._node.reports.emit(events.RankTakenOver(rank=rank, covered=covered))
 
     async def _bring(self, step: Step, source: Source | None, rehearsal: Rehearsal) -> None:
         """Have snapshot, profile and history here: they are this node's to serve then. Raises: DeadpoolError."""

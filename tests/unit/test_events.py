@@ -12,6 +12,7 @@ EXAMPLES = {
     int: 7,
     str: "text",
     float: 1.5,
+    bool: True,
     dict[str, tuple[int, ...]]: {"3": (1, 2)},
 }
 

@@ -12,9 +12,11 @@ from support.hosts import host, local_node
 from support.stand_in import StandIn, stand_in
 from support.stores import free
 
+from deadpool_plugin import events
 from deadpool_plugin.agent import workers as agent_workers
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
+from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.takeovers import Rehearsal, TakeOvers
 from deadpool_plugin.core import local
 from deadpool_plugin.core.types import Source, SwapPlan, World
@@ -54,10 +56,15 @@ class Workers(StandIn):
         return True
 
 
-def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
-    """Return what a process is told that has rehearsed rank 0; `meanwhile` gets its slot and the store."""
+def handed_over(meanwhile, cancel: bool = False, ready: bool = False, said=None) -> list[local.LocalMessage]:
+    """Return what a process is told that has rehearsed rank 0; `meanwhile` gets its slot and the store.
+
+    `ready`: it had before the plan came; `said`: gets the events.
+    """
 
     async def scenario():
+        reports = StandIn(Reports)
+        reports.emit = ([] if said is None else said).append
         process = Process(1, 0, rehearses=True)
         slot, peer = Slot(0, rank=0, process=process), Peer(process)
         process.peer = cast(LocalPeer, peer)
@@ -68,7 +75,7 @@ def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
         store.create_own(0, 4096, 0)
         workers = cast(agent_workers.Workers, Workers(lambda: meanwhile(slot, store)))
         mirroring = stand_in(Mirroring)
-        node = local_node(host(store), slots=[slot])
+        node = local_node(host(store), slots=[slot], reports=reports)
         takeovers = TakeOvers(node, workers, mirroring)
         takeovers.rehearsals[slot] = rehearsal
 
@@ -76,6 +83,8 @@ def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
             pass
 
         takeovers._bring = bring
+        if ready:
+            rehearsal.finished.set()
         taking = asyncio.create_task(takeovers._take_over(PLAN, slot, None))
         await asyncio.sleep(0)
         rehearsal.finished.set()
@@ -94,8 +103,17 @@ def test_a_process_that_ends_with_the_order_is_told_the_rest_in_vain():
     assert [type(message) for message in told] == [local.TakeOver, local.Committed]
 
 
+@pytest.mark.parametrize("ready", [True, False])
+def test_it_is_said_whether_the_process_was_ready_before_the_plan(ready):
+    said: list[events.Event] = []
+    handed_over(lambda slot, store: None, ready=ready, said=said)
+    assert said == [events.RankTakenOver(rank=0, covered=ready)]
+
+
 def test_a_process_whose_connection_has_ended_is_told_nothing():
-    assert handed_over(lambda slot, store: setattr(slot.process, "peer", None)) == []
+    said: list[events.Event] = []
+    assert handed_over(lambda slot, store: setattr(slot.process, "peer", None), said=said) == []
+    assert said == []
 
 
 def test_an_order_of_an_older_plan_is_not_handed_out():
