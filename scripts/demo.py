@@ -99,7 +99,7 @@ def protected_run(args: argparse.Namespace) -> Cluster:
         str(args.out / "observe"),
     ]
     command = ["deadpool_plugin.run", str(SCRIPTS / "faults" / "inject.py"), *injector]
-    command += ["--", *script_and_arguments(args)]
+    command += ["--", *script_and_arguments(args), "--startup-s", str(args.startup_s)]
     command += ["--deadpool-config", str(args.out / "deadpool.yaml")]
     size = f"{args.nodes} hosts, {args.ranks_per_node} ranks a host; spare hosts: {args.spares}"
     tell(f"protected run: the same training with the plugin; {size}")
@@ -148,11 +148,11 @@ def watch(cluster: Cluster, args: argparse.Namespace, look: Callable[[], None]) 
         look()
         if (now_size := folder_size(cluster.folder)) != size:
             size, changed = now_size, time.monotonic()
-        if time.monotonic() - changed > args.stall:
+        if time.monotonic() - changed > args.stall + args.startup_s:
             cluster.dump_stacks(cluster.folder / "stacks")
             raise Failed(
-                f"nothing was written for {args.stall:.0f} s (a busy machine may need a longer --stall); "
-                f"stacks: {cluster.folder / 'stacks'}"
+                f"nothing was written for {args.stall + args.startup_s:.0f} s "
+                f"(a busy machine may need a longer --stall); stacks: {cluster.folder / 'stacks'}"
             )
     look()
 

@@ -53,10 +53,10 @@ def run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Median and range of every phase, by whether the lost node was rehearsed (the first spare rehearses node 0)."""
+    """Median and range of every phase, by whether the lost node was rehearsed."""
     lines = []
     for title, rehearsed in (("rehearsed", True), ("not rehearsed", False)):
-        swaps = [swap for run in runs for swap in run["swaps"] if (swap["node"] == 0) == rehearsed]
+        swaps = [swap for run in runs for swap in run["swaps"] if swap["covered"] == rehearsed]
         for phase in PHASES:
             values = [swap[phase] for swap in swaps if swap[phase] is not None]
             if values:

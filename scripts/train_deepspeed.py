@@ -73,6 +73,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, help="folder for checkpoints")
     parser.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--monitor", type=Path, help="folder for what DeepSpeed's own monitors write")
+    parser.add_argument("--startup-s", type=float, default=0.0, help="sleep so long before training: a larger script")
     parser.add_argument("--log-all-ranks", action="store_true", help="one exact `metrics` line per rank and step")
     parser.add_argument("--digest", action="store_true", help="one `digest` line per rank at the end")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
@@ -259,6 +260,7 @@ def main() -> None:
     args = parse_args()
     initialize(args)
     engine, schedule = build_engine(args)
+    time.sleep(args.startup_s)
     (train_pipeline if args.pipeline else train)(args, engine, schedule)
     if args.digest:
         parameters, state = digest(model_tensors(engine)), digest(optimizer_tensors(engine))

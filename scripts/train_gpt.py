@@ -74,6 +74,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0, help="processes of the training DataLoader")
     checkpoint.add_arguments(parser)
     parser.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl where there is a GPU")
+    parser.add_argument("--startup-s", type=float, default=0.0, help="sleep so long before training: a larger script")
     parser.add_argument("--log-all-ranks", action="store_true", help="one exact `metrics` line per rank and step")
     parser.add_argument("--digest", action="store_true", help="one `digest` line per rank at the end")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
@@ -321,6 +322,7 @@ def main() -> None:
     facts, train_data, valid_data = build_data_iterators(args)
     if facts["do_train"]:
         checkpoints = checkpoint.Checkpoints(args, model, optimizer, scheduler)
+        time.sleep(args.startup_s)
         train(args, model, optimizer, scheduler, train_data, valid_data, facts["do_valid"], checkpoints)
     if args.digest:
         parameters, state = digest(model_tensors(model)), digest(optimizer_tensors(optimizer))

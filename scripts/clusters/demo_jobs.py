@@ -66,6 +66,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--startup-s", type=float, default=0.0, help="seconds the script sleeps before it trains")
     parser.add_argument("--kill", action="append", metavar="NODE@STEP[:PHASE]", help=f"PHASE: {' '.join(PHASES)}")
     parser.add_argument("--no-kill", action="store_true")
     seed = random.SystemRandom().randrange(10**6)

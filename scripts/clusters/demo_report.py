@@ -40,6 +40,7 @@ def swap(kill: Event, events: list[Event]) -> dict[str, Any]:
 
     ready_s and first_step_s count from the kill to the last worker; detect_s to the first agent that knew;
     plan_s from there to the first agent that acts on a plan; the others are the slowest rank's.
+    covered: every process that took a rank over had gone through the script's start before the loss.
     """
     after = [event for event in events if event["time"] >= kill["time"]]
     lost = next((e for e in after if e["event"] == "NodeLost" and kill["node"] in e["lost"]), None)
@@ -61,6 +62,7 @@ def swap(kill: Event, events: list[Event]) -> dict[str, Any]:
         "ready_s": rounded(latest(mine, "WorkerResumed", kill["time"])),
         "first_step_s": rounded(latest(mine, "FirstStepDone", kill["time"])),
         "lost_steps": max(0, max(committed, default=0) - plan["restore_step"]) if plan else None,
+        "covered": covered(mine),
     }
 
 
@@ -85,6 +87,12 @@ def longest(events: list[Event], kind: str) -> float | None:
 
 def latest(events: list[Event], kind: str, since: float) -> float | None:
     return max((event["time"] - since for event in events if event["event"] == kind), default=None)
+
+
+def covered(events: list[Event]) -> bool | None:
+    """Tell whether each rank that was taken over went to a process from before the loss; None if none was."""
+    taken = [event["covered"] for event in events if event["event"] == "RankTakenOver"]
+    return all(taken) if taken else None
 
 
 def rounded(value: float | None) -> float | None:
@@ -148,6 +156,8 @@ def numbered(ranks: Sequence[int]) -> str:
 def swap_in_words(swap: dict[str, Any], move: Move | None) -> list[str]:
     """Put the figures of a swap into sentences; a figure that is not known is left out."""
     then = f"{host(move.taker)} took over its {numbered(move.ranks)}" if move else "nobody took over a rank of it"
+    how = {True: ", which it had rehearsed", False: ", whose script it had to start first", None: ""}
+    then += how[swap["covered"]] if move else ""
     told = {"detect_s": "noticed", "ready_s": "all ranks in training again", "first_step_s": "their first step done"}
     times = [f"{words} after {swap[name]:.2f} s" for name, words in told.items() if swap[name] is not None]
     lines = [f"was killed in step {swap['at_step']}, {WHEN[swap['phase']]}; {then}", listed(times)]

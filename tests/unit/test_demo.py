@@ -239,6 +239,22 @@ def test_on_a_terminal_a_bar_with_step_and_loss_stays_below_the_lines(swapped, t
     assert "protected run" in bar and "step 23/24, loss 3.5" in bar and "node2 lost" in bar and "node4 active" in bar
 
 
+@pytest.mark.parametrize(("told", "covered", "words"), [
+    ([True, True], True, "took over its ranks 4, 5, which it had rehearsed"),
+    ([True, False], False, "took over its ranks 4, 5, whose script it had to start first"),
+    ([], None, "took over its ranks 4, 5"),
+])  # fmt: skip
+def test_a_swap_is_covered_if_every_rank_went_to_a_process_from_before_the_loss(swapped, told, covered, words):
+    _, kill, events = swapped
+    planned = next(event for event in events if event["event"] == "SwapPlanned")
+    base = {"event": "RankTakenOver", "time": planned["time"], "node": 4}
+    events += [{**base, "rank": 4 + i, "covered": one, "generation": 1} for i, one in enumerate(told)]
+    events.append({**base, "rank": 4, "covered": not covered, "generation": 0})  # of an earlier swap
+    found = demo_report.swap(kill, events)
+    assert found["covered"] is covered
+    assert demo_report.swap_in_words(found, demo_report.moves(events)[2])[0].endswith(words)
+
+
 def words_of(figure):
     import matplotlib.text
 
