@@ -2,6 +2,7 @@
 
     python scripts/bench_swap.py --out bench                    # everything, resumable; hours (see --list)
     python scripts/bench_swap.py --out bench --only deadpool    # systems or faults whose name contains the word
+    python scripts/bench_swap.py --out bench --startup-s 20 --past-steps 20000    # only a slow script, struck late
 
 The small GPT of train_gpt.py in TP 2 x PP 2 x DP 2 on four emulated nodes of two ranks (plugin, NVRx, relaunch), or in
 four replicas, one per node (torchft, plugin), and one node more that stands by; that of train_deepspeed.py with ZeRO 1
@@ -12,6 +13,12 @@ seconds. Where what a fault took can come back (`deadpool join`; a relaunch; a r
 several: the next one waits until everything stands again and ten to nineteen steps more. The systems take turns, so
 that whatever else the machine does meets them all. A fault that a system has survived in none of --tries jobs is not
 tried again.
+
+With --startup-s only the plugin is measured: eight data-parallel ranks of a smaller model on four nodes, whose script
+takes so long to its first step, three quarters of it to read a checkpoint. The first fault comes after --past-steps.
+Every node is struck three times and a process on each twice, unless --runs says otherwise; the values are compared with
+those of an undisturbed run (StartupJob in bench/peers/ours.py). To measure another version of the plugin, check it out
+and put this folder in the place of its scripts/.
 
 One clock: from the reading of it right before the first signal to (a) `ready_s`, the last rank is back in its training
 loop, restored, and (b) `first_step_s`, the last rank has completed its first step. `lost_steps`: steps that all ranks
@@ -48,13 +55,14 @@ from bench.peers.job_pretrain import InprocessRestartJob, PretrainJob
 from bench.peers.job_relaunch import RelaunchJob
 from bench.peers.job_torchft import TorchftJob
 from bench.peers.jobs import FAULTS, PRETRAIN, Job, Setting
-from bench.peers.ours import DeadpoolJob, EngineJob
+from bench.peers.ours import DeadpoolJob, EngineJob, StartupJob
 from clusters.launched import REPOSITORY, commit_of, read_json_lines
 
 SCRIPTS = REPOSITORY / "scripts"
 CACHE = REPOSITORY / ".cache" / "demo"
 ALL: dict[str, type[Job]] = {
     "deadpool": DeadpoolJob,
+    "startup": StartupJob,
     "engine": EngineJob,
     "nvrx": NvrxJob,
     "relaunch": RelaunchJob,
@@ -63,8 +71,6 @@ ALL: dict[str, type[Job]] = {
     "inprocess-restart": InprocessRestartJob,
 }
 OURS = ("first", "node", "process", "silent")
-PER_JOB = 9
-"""Faults that one job of the plugin meets, besides that of its first node."""
 Fault = tuple[str, int]
 """Kind, and its number among those of its kind."""
 
@@ -81,6 +87,7 @@ SYSTEMS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "torchft spare": ("torchft", "spare", "dp4", FAULTS),
     "zero1 deadpool tuned": ("engine", "tuned", "zero1", ("node", "process", "silent")),
     "zero3 deadpool tuned": ("engine", "tuned", "zero3", ("node", "process", "silent")),
+    "startup deadpool": ("startup", "default", "dp8", ("node", "process")),
     "pretrain_gpt deadpool": ("pretrain", "default", PRETRAIN, ("first", "node", "process")),
     "pretrain_gpt deadpool tuned": ("pretrain", "tuned", PRETRAIN, ("node",)),
     "pretrain_gpt --inprocess-restart": ("inprocess-restart", "defaults", PRETRAIN, ("node", "process")),
@@ -92,7 +99,7 @@ SYSTEMS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
-    parser.add_argument("--runs", type=int, default=10, help="of every fault, for the plugin")
+    parser.add_argument("--runs", type=int, help="of every fault, for the plugin; default: 10, or as said above")
     parser.add_argument("--peer-runs", type=int, default=3, help="of every fault, for each peer")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="all must occur in `SYSTEM/FAULT`")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a job has never recovered")
@@ -102,6 +109,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--megatron-lm", type=Path, help="a checkout (core_v0.16.1); without it `pretrain_gpt` is left out"
     )
+    parser.add_argument("--startup-s", type=float, default=0.0, help="from the script's start to its first step")
+    parser.add_argument("--past-steps", type=int, default=1000, help="before the first fault, with --startup-s")
     parser.add_argument("--keep", action="store_true", help="keep every job's folder, not only those of failures")
     parser.add_argument("--list", action="store_true", help="say what is left to measure, and stop")
     args = parser.parse_args()
@@ -113,22 +122,26 @@ def parse_args() -> argparse.Namespace:
 def plan(args: argparse.Namespace, done: set[tuple[str, str, int]]) -> list[tuple[str, list[Fault]]]:
     """The jobs that are left: of each its system and its faults; in turns, all first ones first."""
     found = []
-    for system, (job, _, layout, faults) in SYSTEMS.items():
-        if layout == PRETRAIN and not args.megatron_lm:
+    for system, (name, _, layout, faults) in SYSTEMS.items():
+        job = ALL[name]
+        if (layout == PRETRAIN and not args.megatron_lm) or issubclass(job, StartupJob) != bool(args.startup_s):
             continue
-        runs = range(args.runs if issubclass(ALL[job], DeadpoolJob) else args.peer_runs)
-        named = [fault for fault in faults if all(word in f"{system}/{fault}" for word in args.only)]
-        wanted = [(fault, index) for index in runs for fault in named if (system, fault, index) not in done]
-        jobs = shared(wanted, ALL[job].one_first) if ALL[job].heals else [[fault] for fault in wanted]
+        wanted = []
+        for fault in faults:
+            runs = (args.runs or job.runs[fault]) if issubclass(job, DeadpoolJob) else args.peer_runs
+            if all(word in f"{system}/{fault}" for word in args.only):
+                wanted += [(fault, index) for index in range(runs) if (system, fault, index) not in done]
+        wanted.sort(key=lambda fault: fault[1])
+        jobs = shared(wanted, job) if job.heals else [[fault] for fault in wanted]
         found += [(number, system, its) for number, its in enumerate(jobs)]
     return [(system, its) for _, system, its in sorted(found, key=lambda entry: entry[0])]
 
 
-def shared(wanted: list[Fault], one_first: bool) -> list[list[Fault]]:
+def shared(wanted: list[Fault], job: type[Job]) -> list[list[Fault]]:
     """Faults as few jobs; where each has one first node only, its loss comes first."""
-    firsts = [[fault] for fault in wanted if one_first and fault[0] == "first"]
-    others = [fault for fault in wanted if not (one_first and fault[0] == "first")]
-    parts = [others[start : start + PER_JOB] for start in range(0, len(others), PER_JOB)]
+    firsts = [[fault] for fault in wanted if job.one_first and fault[0] == "first"]
+    others = [fault for fault in wanted if not (job.one_first and fault[0] == "first")]
+    parts = [others[start : start + job.per_job] for start in range(0, len(others), job.per_job)]
     nothing: list[Fault] = []
     return [[*first, *part] for first, part in itertools.zip_longest(firsts, parts, fillvalue=nothing)]
 
@@ -146,15 +159,18 @@ def measure(args: argparse.Namespace, system: str, faults: list[Fault]) -> Itera
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     setting = Setting(
-        folder, CACHE / "corpus", CACHE / "bench-indices", args.peers_python.absolute(), layout, args.megatron_lm
-    )
-    job, since, step = ALL[name](setting, variant), time.time(), 21 + 7 * faults[0][1] % 10
-    outcome = ""
+        folder, CACHE / "corpus", CACHE / "bench-indices", args.peers_python.absolute(), layout, args.megatron_lm,
+        args.startup_s, args.past_steps,
+    )  # fmt: skip
+    job, since = ALL[name](setting, variant), time.time()
+    step, outcome = job.first_step + 7 * faults[0][1] % 10, ""
     try:
         job.start()
         for number, (fault, index) in enumerate(faults):
             line: dict[str, Any] = {"system": system, "fault": fault, "index": index, "time": time.time()}
             line |= {"faults_before": number, "load_before": round(os.getloadavg()[0], 2)}
+            line |= {"startup_s": args.startup_s, "past_steps": args.past_steps} if args.startup_s else {}
+            job.number = index
             draw = random.Random(int(hashlib.sha256(f"{fault}{index}".encode()).hexdigest(), 16))
             try:
                 job.wait_until(step, args.start_limit)
@@ -167,7 +183,10 @@ def measure(args: argparse.Namespace, system: str, faults: list[Fault]) -> Itera
             yield line
             if outcome != "recovered":
                 return
-            since, step = time.time(), job.completed() + 10 + 7 * (number + 1) % 10
+            since, step = time.time(), job.completed() + job.gap + 7 * (number + 1) % 10
+        if (differs := job.differs(args.start_limit)) is not None:
+            outcome = f"differs: {differs}" if differs else "recovered"
+            yield {"system": system, "fault": "equal", "index": faults[0][1], "outcome": outcome, "figures": {}}
     finally:
         job.close()
         if outcome == "recovered" and not args.keep:
@@ -192,7 +211,8 @@ def watch(args: argparse.Namespace, job: Job, fault: str) -> dict[str, Any]:
 
 def surroundings(args: argparse.Namespace) -> dict[str, Any]:
     """The machine and every version that matters."""
-    versions = {"project": versions_of(Path(sys.executable)), "peers": versions_of(args.peers_python)}
+    versions = {"project": versions_of(Path(sys.executable))}
+    versions |= {"peers": versions_of(args.peers_python)} if args.peers_python.exists() else {}
     processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = Path("/proc/meminfo").read_text().splitlines()[0].split()[1]
     return {
@@ -237,12 +257,14 @@ def main() -> int:
     log = args.out / "measurements.jsonl"
     measurements = read_json_lines(log)
     todo = plan(args, {(line["system"], line["fault"], line["index"]) for line in measurements})
+    with_peers = any(not issubclass(ALL[SYSTEMS[system][0]], DeadpoolJob) for system, _ in todo)
     if args.list:
         for system, faults in todo:
             print(f"{system}: {', '.join(f'{fault}/{index}' for fault, index in faults)}")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    make_peers_environment(args.peers_python)
+    if with_peers:
+        make_peers_environment(args.peers_python)
     make_corpus.ensure(CACHE / "corpus")
     while todo:
         system, faults = todo.pop(0)
@@ -266,7 +288,7 @@ def main() -> int:
 
 def said(line: dict[str, Any]) -> str:
     figures = line.get("figures", {})
-    known = [f"{name} {figures[name]}" for name in report.COMMON if figures.get(name) is not None]
+    known = [f"{name} {figures[name]}" for name in (*report.COMMON, "covered") if figures.get(name) is not None]
     name = f"{line['system']}/{line['fault']}/{line['index']}"
     return " ".join([f"{name}: {line['outcome']}", *known, line.get("reason", "")])
 

@@ -285,7 +285,8 @@ def train(
         if do_valid and step % args.eval_interval == 0:
             numbers["eval"] = evaluate(args, model, valid_data)
         log_step(args, step, time.perf_counter() - started, numbers)
-        checkpoints.after_step(step)
+        if checkpoints.after_step(step):
+            break
     if args.overlap_param_gather:
         for chunk in model:
             chunk.start_param_sync(force_sync=True)  # else the next forward would

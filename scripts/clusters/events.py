@@ -14,10 +14,10 @@ _PROTECTION = ("Mirrored", "Protected", "Unprotected", "SwapPlanned")
 
 
 class Tail:
-    """All events of a job's nodes; `read` takes in what has been written since."""
+    """All events of a job's nodes, or those that do not recur with every step; `read` takes in what is new."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, recurring: bool = True) -> None:
+        self._folder, self._recurring = folder, recurring
         self._read: dict[Path, int] = {}
         self.events: list[Event] = []
 
@@ -25,6 +25,8 @@ class Tail:
         """The new ones. A line that is still being written is left for the next time."""
         new: list[Event] = []
         for path in self._folder.glob("events.*.jsonl"):
+            if ".recent" in path.name and not self._recurring:
+                continue
             with open(path, "rb") as file:
                 begun = self._read.get(path, 0)
                 begun = begun if begun <= file.seek(0, 2) else 0  # what recurs is written in turns into two files

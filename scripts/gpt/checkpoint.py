@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,6 +25,8 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 
 LATEST = "latest_checkpointed_iteration.txt"
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "dp_reshardable"}
@@ -34,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; 0: only at the end")
     parser.add_argument("--load", type=Path, help="folder whose latest checkpoint training goes on from, if it has one")
     parser.add_argument("--ckpt-format", choices=("torch_dist", "torch_dcp", "torch"), default="torch_dist")
+    parser.add_argument("--load-s", type=float, default=0.0, help="seconds that reading the tensors takes; not `torch`")
+    parser.add_argument("--exit-interval", type=int, default=0, help="end, with a checkpoint, after this many steps")
     parser.add_argument("--async-save", action="store_true", help="write behind the next steps' back")
 
 
@@ -56,11 +61,11 @@ class Checkpoints:
 
     # ---- saving
 
-    def after_step(self, step: int) -> None:
-        """Finish what was written meanwhile; save if it is time to, and at the end."""
+    def after_step(self, step: int) -> bool:
+        """Finish what was written meanwhile; save if it is time to, and at the end. Return whether this is the end."""
+        last = step == self.args.train_iters or bool(self.args.exit_interval and step % self.args.exit_interval == 0)
         if not self.args.save:
-            return
-        last = step == self.args.train_iters
+            return last
         if self.args.async_save:
             self.finish(wait=False)
         if last or (self.args.save_interval and step % self.args.save_interval == 0):
@@ -68,6 +73,7 @@ class Checkpoints:
             self.save(step)
         if last:
             self.finish(wait=True)
+        return last
 
     def save(self, step: int) -> None:
         folder = self.args.save / f"iter_{step:07d}"
@@ -126,6 +132,8 @@ class Checkpoints:
             return 0
         folder = self.args.load / f"iter_{step:07d}"
         self.make_states()
+        if self.args.load_s:
+            read_slowly(self.args.load_s / sum(tensor.nbytes for _, tensor in self.live_tensors()))
         if self.args.ckpt_format == "torch_dist":
             wanted = self.sharded_state(0, loading=True)
             state = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
@@ -200,6 +208,19 @@ class Checkpoints:
 
     def groups(self) -> list[dict[str, Any]]:
         return [group for part in self.parts for group in part.optimizer.param_groups]
+
+
+def read_slowly(byte_s: float) -> None:
+    """Make torch.distributed.checkpoint take `byte_s` seconds for each byte of a tensor that it reads from now on.
+
+    A small checkpoint then loads like one of many GB from storage that all ranks share. Metadata and plain objects come
+    at once, as they would there. A tensor that is not read takes no time.
+    """
+
+    def commit_tensor(self: DefaultLoadPlanner, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        time.sleep(byte_s * tensor.nbytes)
+
+    DefaultLoadPlanner.commit_tensor = commit_tensor  # type: ignore[method-assign]
 
 
 def random_states() -> dict[str, Any]:

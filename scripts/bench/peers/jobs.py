@@ -31,7 +31,9 @@ MODEL += ["--train-iters", "2000"]
 LAYOUTS = {
     "tp2pp2dp2": ["--tp", "2", "--pp", "2", "--dtype", "bf16", "--distributed-optimizer"],
     "dp4": ["--dtype", "fp32"],
-}
+    "dp8": ["--layers", "1", "--hidden", "16", "--heads", "1", "--seq-length", "8", "--num-microbatches", "1",
+            "--dtype", "bf16", "--distributed-optimizer"],
+}  # fmt: skip
 ENGINES = {f"zero{stage}": ["--zero", str(stage), "--dtype", "bf16"] for stage in (1, 3)}
 """Layouts of train_deepspeed.py."""
 PRETRAIN = "pretrain_gpt"
@@ -42,7 +44,8 @@ NODES = 4
 @dataclass(frozen=True)
 class Setting:
     """One measurement's surroundings. `data`: prefix of the corpus; `cache`: sample indices; `python`: the peers';
-    `checkout`: of Megatron-LM."""
+    `checkout`: of Megatron-LM; `startup_s`: seconds from the script's start to its first step; `past_steps`: before the
+    first fault."""
 
     folder: Path
     data: Path
@@ -50,6 +53,8 @@ class Setting:
     python: Path
     layout: str
     checkout: Path | None = None
+    startup_s: float = 0.0
+    past_steps: int = 0
 
     @property
     def per_node(self) -> int:
@@ -99,9 +104,18 @@ class Job:
     """True if one job can be struck again and again."""
     one_first = False
     """True if its first node is another one once that has been lost."""
+    per_job = 9
+    """Faults that one job meets, besides that of its first node."""
+    first_step, gap = 21, 10
+    """The earliest step that is struck, and the fewest steps between a recovery and the next fault."""
+    step_limit_s = 0.5
+    """Seconds that a step may take where many are waited for."""
 
     def __init__(self, setting: Setting, variant: str) -> None:
         self.setting, self.variant = setting, variant
+        self.number = 0  # of the fault that comes next, among those of its kind
+        self._newest: dict[int, int] = {}  # rank -> the newest step that it has completed
+        self._counted = 0  # lines of `marks` that are in it
         self.cluster = BenchCluster(setting.folder, self.nodes, setting.per_node)
         self.marks = Reader(setting.folder / "marks.jsonl")
         self.cluster.extra = {VARIABLE: str(self.marks.path)}
@@ -118,6 +132,11 @@ class Job:
 
     def heal(self, strike: Strike) -> None:
         """Bring back what a fault has taken, once the job has recovered."""
+
+    def differs(self, limit_s: float) -> str | None:
+        """Wait for the job's end and compare it with an undisturbed run: "" if all values are equal, else where they
+        part first. None of jobs that are not compared."""
+        return None
 
     def stands(self) -> bool:
         """Everything is there that the job has when nothing has happened for a while (spares)."""
@@ -138,20 +157,22 @@ class Job:
     # ---- the same for all
 
     def wait_until(self, step: int, limit_s: float) -> None:
-        """Raises: TimeoutError if not every rank has completed `step` by then, or the job ended."""
-        deadline = time.monotonic() + limit_s
+        """Raises: TimeoutError if the job ended, or not every rank has completed `step` within `limit_s` and
+        `step_limit_s` for each step that is left."""
+        deadline = time.monotonic() + limit_s + self.step_limit_s * (step - self.completed())
         while time.monotonic() < deadline and not self.ended():
-            if self.stands() and self.completed() >= step:
+            if self.completed() >= step and self.stands():
                 return
             time.sleep(0.1)
         raise TimeoutError(f"step {step} was not reached ({self.completed()}; ended: {self.ended()})")
 
     def completed(self) -> int:
-        newest: dict[int, int] = {}
-        for line in self.marks.poll():
+        lines = self.marks.poll()
+        for line in lines[self._counted :]:
             if line["kind"] == "step":
-                newest[line["rank"]] = max(newest.get(line["rank"], 0), line["step"])
-        return min(newest.values()) if len(newest) == self.setting.world else 0
+                self._newest[line["rank"]] = max(self._newest.get(line["rank"], 0), line["step"])
+        self._counted = len(lines)
+        return min(self._newest.values()) if len(self._newest) == self.setting.world else 0
 
     def strike(self, fault: str) -> Strike:
         node = self.victim(fault)

@@ -2,7 +2,8 @@
 
 Variants: `default` (patience_s 10; nobody has rehearsed the node that is struck, but for the first node), `tuned`
 (patience_s 1.5, as torchft's tuned heart beats; two spares, and it is a rehearsed node that is struck, not the first).
-A host that was lost comes back as another one, by `deadpool join`, and stands by.
+A host that was lost comes back as another one, by `deadpool join`, and stands by. StartupJob takes long to its first
+step, and is struck late.
 
 Rules of this file: standard library only; the cluster is used through Cluster's own surface.
 """
@@ -10,14 +11,17 @@ Rules of this file: standard library only; the cluster is used through Cluster's
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from clusters import demo_report
+import compare_runs
+from clusters import demo_report, references
 from clusters.demo_jobs import JOBS
 from clusters.events import Tail
 
@@ -33,13 +37,21 @@ PHASES = {
 LOST = ("NodeLost", "RankLost")
 
 
+STEP_S = 0.05
+"""Seconds of a step of the layout `dp8` under the plugin, on two cores that have nothing else to do."""
+
+
 class DeadpoolJob(Job):
+    runs = dict.fromkeys(("first", "node", "process", "silent"), 10)
+    """How often each fault is measured, unless --runs says so."""
     heals = True
     one_first = True
     script = "train_protected.py"
     preload = list(JOBS["megatron"].preload)
     trains = "train_gpt"
     """Name of the training script that `script` runs."""
+    loads = 0
+    """Steps that the script loads from a checkpoint: the plugin counts from there."""
 
     def __init__(self, setting: Setting, variant: str) -> None:
         self.spares = 2 if variant == "tuned" else 1
@@ -48,7 +60,7 @@ class DeadpoolJob(Job):
         self.cluster.extra |= {"BENCH_SCRIPT": self.trains}
         self._config = setting.folder / "deadpool.yaml"
         self._output = setting.folder / "output"
-        self._tail = Tail(self._output)
+        self._tail = Tail(self._output, recurring=False)
 
     def start(self) -> None:
         folder = self.setting.folder
@@ -68,7 +80,10 @@ class DeadpoolJob(Job):
         lines = [f"{name}: {json.dumps(value)}\n" for name, value in config.items()]
         self._config.write_text("".join(lines))
         command = ["--module", "deadpool_plugin.run", str(HERE / self.script), *self.setting.training_args]
-        self.cluster.launch([*command, "--deadpool-config", str(self._config)])
+        self.cluster.launch([*command, *self.more_args(), "--deadpool-config", str(self._config)])
+
+    def more_args(self) -> list[str]:
+        return []
 
     def heal(self, strike: Strike) -> None:
         if strike.fault == "process":
@@ -124,11 +139,11 @@ class DeadpoolJob(Job):
         figures: dict[str, Any] = {
             "ready_s": ready - strike.time,
             "first_step_s": first_step - strike.time,
-            "lost_steps": max(0, strike.completed - plan["restore_step"]),
+            "lost_steps": max(0, strike.completed - self.loads - plan["restore_step"]),
             "detect_s": lost and lost["time"] - strike.time,
             "plan_s": lost and plan["time"] - lost["time"],
             "step_s": first_step - ready,
-            "rehearsed": self.variant == "tuned" or strike.fault == "first",
+            "covered": demo_report.covered(mine),
             "swaps": len({event["generation"] for event in after if event["event"] == "WorkerResumed"}),
         }
         for name, kind in PHASES.items():
@@ -140,10 +155,55 @@ class DeadpoolJob(Job):
         if len(resumed) < self.setting.world:
             return {}
         stepped: dict[int, float] = {}
-        for line in self.marks.poll():
+        for line in reversed(self.marks.poll()):
+            if line["time"] < strike.time:
+                break
             if line["time"] >= resumed[line["rank"]] and line["pid"] not in strike.pids:
-                stepped.setdefault(line["rank"], line["time"])
+                stepped[line["rank"]] = line["time"]
         return stepped
+
+
+class StartupJob(DeadpoolJob):
+    """A job whose script takes `startup_s` to its first step, and that is struck after `past_steps` steps.
+
+    Three quarters of the start-up are a checkpoint's tensors, which are read slowly. The holders of two ranks each are
+    struck in turn: the nodes that the job began with, or the hosts that have taken over from them. Between two faults a
+    spare has the time to go through the start of every host's script, one after another. The job ends by itself. Then
+    every value is compared with that of a run without faults and without the slow start.
+    """
+
+    per_job, loads = 10, 10
+    runs = {"node": 3 * NODES, "process": 2 * NODES}
+
+    def __init__(self, setting: Setting, variant: str) -> None:
+        super().__init__(setting, variant)
+        self.first_step, self.gap = setting.past_steps, math.ceil(NODES * setting.startup_s / STEP_S)
+        self._steps = setting.past_steps + (self.per_job + 1) * (self.gap + 20)
+
+    def more_args(self) -> list[str]:
+        load_s = 0.75 * self.setting.startup_s
+        slow = ["--startup-s", str(self.setting.startup_s - load_s), "--load-s", str(load_s)]
+        return ["--train-iters", str(self._steps), *self._same(), *slow]
+
+    def _same(self) -> list[str]:
+        """Words that the undisturbed run has, too."""
+        saved = self._undisturbed("--save", "{folder}/saved", "--exit-interval", str(self.loads)) / "saved"
+        return ["--load", str(saved), "--log-all-ranks", "--digest"]
+
+    def _undisturbed(self, *words: str) -> Path:
+        """Return the folder of a run without the plugin, made now unless there is one."""
+        words = (*self.setting.training_args, "--train-iters", str(self._steps), *words)
+        return references.reference(references.DATA / "reference", [*words], self.setting.world, deadline_s=86400.0)
+
+    def victim(self, fault: str) -> int:
+        return self._node_of()[self.number % NODES * self.setting.per_node]
+
+    def differs(self, limit_s: float) -> str:
+        deadline = time.monotonic() + limit_s + self.step_limit_s * (self._steps - self.completed())
+        while not self.ended() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        self.close()
+        return compare_runs.compare(self._undisturbed(*self._same()), self._output)["difference"] or ""
 
 
 class EngineJob(DeadpoolJob):

@@ -15,6 +15,7 @@ TITLES = {
     "node": "node killed",
     "silent": "node silent",
     "first": "first node killed",
+    "equal": "all of these: values as undisturbed",
 }
 NOTES = """
 NVRx `defaults` is measured over gloo, which its own Abort does not end (it knows NCCL): survivors blocked among
@@ -48,6 +49,7 @@ def summary(measurements: list[Line]) -> list[Line]:
                 "fault": fault,
                 "struck": len(struck),
                 "recovered": len(good),
+                "covered": sum(bool(one.get("covered")) for one in good),
                 "not_started": len(mine) - len(struck),
                 "ends": sorted({line["outcome"] for line in struck} - {"recovered"}),
                 "figures": figures,
@@ -67,6 +69,7 @@ def table(entries: list[Line]) -> str:
     entries = sorted(entries, key=lambda entry: order[entry["fault"]])
     for entry in entries:
         cells = [TITLES[entry["fault"]], entry["system"], f"{entry['recovered']} of {entry['struck']}"]
+        cells[-1] += f", {entry['covered']} by a process from before" if entry["covered"] else ""
         cells += [_cell(entry, "ready_s"), _first_step(entry), _lost_steps(entry)]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| plugin's phases, ms | system | " + " | ".join(name[:-2] for name in PHASES) + " |"]

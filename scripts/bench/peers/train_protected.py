@@ -22,12 +22,13 @@ from bench.peers.marks import mark
 
 
 def log_step(args: Any, step: int, duration_s: float, numbers: dict[str, float | None]) -> None:
+    plain(args, step, duration_s, numbers)
     if not deadpool_plugin.is_rehearsal():
         mark("step", dist.get_rank(), step, loss=numbers["loss"])
 
 
 script = importlib.import_module(os.environ["BENCH_SCRIPT"])
-script.log_step = log_step
+plain, script.log_step = script.log_step, log_step
 
 if __name__ == "__main__":
     script.main()
