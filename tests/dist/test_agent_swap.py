@@ -56,6 +56,8 @@ def test_a_lost_node_is_replaced(tmp_path, victim):
         assert planned.lost_nodes == (victim,) and planned.takers == {str(victim): 3}
         assert planned.restore_step >= 3
         assert {event.rank for event in cluster.events(events.SnapshotFetched)} == {2 * victim, 2 * victim + 1}
+        taken = {event.rank: event.covered for event in cluster.events(events.RankTakenOver)}
+        assert taken == dict.fromkeys((2 * victim, 2 * victim + 1), victim == 0)
         assert [event.spares_left for event in cluster.events(events.Mirrored)] == [1, 0]
         said = cluster.all_output()
         assert "NO SPARE LEFT, the next lost node ends the job (on_no_spare: stop)" in said

@@ -91,5 +91,5 @@ def test_the_table_tells_how_many_were_covered_and_that_the_values_are_equal() -
     lines.append({**base, "fault": "equal", "figures": {}})
     lines.append({**base, "fault": "equal", "figures": {}, "outcome": "differs: step 7"})
     said = report.table(report.summary(lines))
-    assert "| node killed | startup deadpool | 3 of 3, 1 by a process from before | **1.50** (0.50 .. 2.50) |" in said
+    assert "| node killed | startup deadpool | 3 of 3, 1 covered | **1.50** (0.50 .. 2.50) |" in said
     assert "| startup deadpool | 1 of 2 | differs: step 7 |" in said

@@ -69,7 +69,7 @@ def table(entries: list[Line]) -> str:
     entries = sorted(entries, key=lambda entry: order[entry["fault"]])
     for entry in entries:
         cells = [TITLES[entry["fault"]], entry["system"], f"{entry['recovered']} of {entry['struck']}"]
-        cells[-1] += f", {entry['covered']} by a process from before" if entry["covered"] else ""
+        cells[-1] += f", {entry['covered']} covered" if entry["covered"] else ""
         cells += [_cell(entry, "ready_s"), _first_step(entry), _lost_steps(entry)]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| plugin's phases, ms | system | " + " | ".join(name[:-2] for name in PHASES) + " |"]
