@@ -78,7 +78,7 @@ def table(entries: list[Line]) -> str:
         if "plan_s" in entry["figures"]:
             cells = [_cell(entry, name, 0, 1000) for name in PHASES]
             lines.append(f"| {TITLES[entry['fault']]} | {entry['system']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n" + NOTES
+    return "\n".join(lines) + "\n" + (NOTES if any("NVRx" in entry["system"] for entry in entries) else "")
 
 
 def _cell(entry: Line, name: str, digits: int = 2, factor: float = 1.0) -> str:
