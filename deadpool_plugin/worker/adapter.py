@@ -105,5 +105,7 @@ def capture_rng(adapter: Adapter, like: dict[str, Any] | None = None) -> dict[st
 
 
 def restore_rng(adapter: Adapter, states: dict[str, Any]) -> None:
+    """Put back all that `capture_rng` has copied, or the part of it that `rng.drawn` selected."""
     rng.restore_host(states)
-    adapter.set_rng_states(states["framework"])
+    if "framework" in states:
+        adapter.set_rng_states(states["framework"])

@@ -24,7 +24,7 @@ from .patching import Function
 DEPTH = 2
 CALLS_MAX = 50_000  # between two cuts; a call costs some 5 KB without its inputs, which are kept too
 RECORDS_BYTES_MAX = 256 << 20  # between two cuts; whoever keeps a copy keeps those of three steps (mirror/records.py)
-RANDOM_STATES = "random states"  # the record of those after a call, if the script itself drew from them before the next
+RANDOM_STATES = "random states"  # the record of what the script itself drew after a call, before the next (`rng.drawn`)
 
 
 class CallKind(enum.Enum):
@@ -152,9 +152,9 @@ class CallLog:
         records.append(codec.encode([logged.call.name, lacking, [], 0]))
         return lacking
 
-    def drew(self, at_exit: Any) -> None:
-        """Record that the script drew random numbers since the last call: who follows draws from `at_exit` too."""
-        self._keep([RANDOM_STATES, at_exit, [], 0])
+    def drew(self, states: dict[str, Any]) -> None:
+        """Record what the script has drawn since the last call: who follows draws from these `states`, too."""
+        self._keep([RANDOM_STATES, states, [], 0])
 
     def _keep(self, record: list[Any]) -> bool:
         encoded = codec.encode(record)

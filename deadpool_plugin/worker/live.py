@@ -182,7 +182,7 @@ class Live:
         framework, kernels = self._adapter.state.entry_state(), rng.capture_switches()
         random_states = self._at_entry = capture_rng(self._adapter, self._at_exit)
         if self._at_exit and random_states is not self._at_exit:
-            self._log.drew(self._at_exit)
+            self._log.drew(rng.drawn(self._at_exit, random_states))
 
         def restore() -> None:
             torch.clear_autocast_cache()

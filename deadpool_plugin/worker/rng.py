@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,28 +13,87 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+# Each of the three is a Mersenne Twister. Captured, it is (words, position, and what else it keeps): what it gives next
+# is made of the word at its position, and after the last word all are made anew.
+WORDS = 624
+_TORCH_BEGIN, _TORCH_END = 24, 24 + 8 * WORDS  # of the words in torch's bytes, which end at 5,056
+_Twister = tuple[bytes, int, Any]
+
+
+def _capture_python() -> _Twister:
+    version, words, gauss = random.getstate()
+    return array("I", words[:-1]).tobytes(), words[-1], (version, gauss)
+
+
+def _restore_python(words: bytes, position: int, rest: Any) -> None:
+    version, gauss = rest
+    random.setstate((version, (*array("I", words), position), gauss))
+
+
+def _capture_numpy() -> _Twister:
+    name, keys, position, *rest = cast("tuple[str, Any, int, int, float]", np.random.get_state())
+    return keys.tobytes(), int(position), (name, int(rest[0]), float(rest[1]))
+
+
+def _restore_numpy(words: bytes, position: int, rest: Any) -> None:
+    name, *gauss = rest
+    np.random.set_state((name, np.frombuffer(words, dtype=np.uint32), position, *gauss))
+
+
+def _capture_torch() -> _Twister:
+    state = torch.get_rng_state().numpy().tobytes()
+    position = int.from_bytes(state[16:24], sys.byteorder) if len(state) == _TORCH_END + 40 else 0
+    return state[_TORCH_BEGIN:_TORCH_END], position, (state[:_TORCH_BEGIN], state[_TORCH_END:])
+
+
+def _restore_torch(words: bytes, position: int, rest: Any) -> None:
+    head, tail = rest
+    torch.set_rng_state(torch.frombuffer(bytearray(head + words + tail), dtype=torch.uint8))
+
+
+_TWISTERS: dict[str, tuple[Callable[[], _Twister], Callable[[bytes, int, Any], None], int]] = {
+    "python": (_capture_python, _restore_python, 4),
+    "numpy": (_capture_numpy, _restore_numpy, 4),
+    "torch": (_capture_torch, _restore_torch, 8),
+}
+"""How each is captured and restored, and the bytes of a word."""
+
 
 def capture_host() -> dict[str, Any]:
     """Copy the random states, as bytes: they are compared and kept at every call, and at every item of a loader."""
-    name, keys, position, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": (version, array("I", words).tobytes(), gauss),
-        "numpy": (name, keys.tobytes(), int(position), int(has_gauss), float(cached)),
-        "torch": torch.get_rng_state().numpy().tobytes(),
-    }
+    state: dict[str, Any] = {name: capture() for name, (capture, _, _) in _TWISTERS.items()}
     is_built = torch.version.cuda is not None or torch.version.hip is not None  # for NVIDIA's devices or AMD's
     if is_built and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # a loader may augment there
         state["device"] = torch.cuda.get_rng_state()
     return state
 
 
+def drawn(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Select what `restore_host` needs of `before` for the same draws again: the words that they have used up.
+
+    A generator that nothing was drawn from is left out. One that was seeded, or has made all its words anew, is whole.
+    """
+    found: dict[str, Any] = {}
+    for name, state in before.items():
+        if equal(state, after.get(name)):
+            continue
+        found[name] = state
+        if name in _TWISTERS:
+            (words, position, rest), (words_after, end, _), size = state, after[name], _TWISTERS[name][2]
+            if words == words_after and position < end:
+                found[name] = words[size * position : size * end], position, rest
+    return found
+
+
 def restore_host(state: dict[str, Any]) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(array("I", words)), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
+    """Put back what `capture_host` has copied, or `drawn` selected. Words that it left out stay as they are."""
+    for name, (capture, restore, size) in _TWISTERS.items():
+        if name in state:
+            words, position, rest = state[name]
+            if len(words) < size * WORDS:
+                mine, begin = capture()[0], size * position
+                words = mine[:begin] + words + mine[begin + len(words) :]
+            restore(words, position, rest)
     if "device" in state:
         torch.cuda.set_rng_state(state["device"])
 

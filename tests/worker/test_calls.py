@@ -57,7 +57,7 @@ def test_results_above_the_limit_are_not_recorded_and_nothing_after_them_until_t
     log = CallLog()
     results = [bytes(1000), bytes(3000), bytes(10)]
     lacking = [log.add(plain(f"f{number}", 0), one) for number, one in enumerate(results)]
-    log.drew(bytes(10))
+    log.drew({"torch": bytes(10)})
     assert lacking[0] is None and "more than" in present(lacking[1]).description and lacking[2] is not None
     first, *others = [codec.decode(one) for one in codec.decode(log.records(0))]
     assert first == ["f0", bytes(1000), [], 0]

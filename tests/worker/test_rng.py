@@ -1,0 +1,85 @@
+"""What a script draws between two calls: recorded in few bytes, and drawn again bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deadpool_plugin.worker import codec, rng
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "the seed that a DataLoader's iterator draws": lambda: torch.empty((), dtype=torch.int64).random_().item(),
+    "torch, one normal of a pair": lambda: torch.randn(1).tolist(),
+    "torch, many normals": lambda: torch.randn(40).tolist(),
+    "torch, doubles": lambda: torch.rand(7, dtype=torch.double).tolist(),
+    "torch, a permutation": lambda: torch.randperm(20).tolist(),
+    "torch, masks": lambda: torch.bernoulli(torch.full((9,), 0.5)).tolist(),
+    "Python": lambda: (random.random(), random.sample(range(100), 5), random.getrandbits(70)),
+    "Python, one normal of a pair": lambda: random.gauss(0, 1),
+    "numpy": lambda: (np.random.rand(3).tolist(), np.random.permutation(9).tolist()),
+    "numpy, one normal of a pair": lambda: np.random.standard_normal(),
+    "all of them": lambda: (torch.rand(2).tolist(), random.random(), np.random.rand()),
+    "more than a generator has words": lambda: (torch.rand(700).tolist(), np.random.rand(700).tolist()),
+    "after seeding": lambda: (random.random(), random.seed(5), torch.manual_seed(5), torch.rand(3).tolist()),
+}
+
+
+def move(seed: int, draws: int) -> None:
+    """Bring all generators to some state."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    for _ in range(draws):
+        torch.rand(1), random.random(), np.random.rand()
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_who_follows_draws_the_same_from_whatever_state_it_is_in(name):
+    draw = DRAWS[name]
+    with rng.preserved():
+        for draws in (0, 1, 5, 300, 309, 310, 311, 312, 620, 623, 624, 625):
+            move(1, draws)
+            before = rng.capture_host()
+            expected = [draw() for _ in range(2)]
+            record = codec.decode(codec.encode(rng.drawn(before, rng.capture_host())))
+            move(2, 40)
+            rng.restore_host(record)
+            assert [draw() for _ in range(2)] == expected, draws
+
+
+def test_generators_that_nothing_was_drawn_from_stay_as_they_are():
+    with rng.preserved():
+        move(1, 10)
+        before = rng.capture_host()
+        random.random()
+        record = rng.drawn(before, rng.capture_host())
+        assert list(record) == ["python"]
+        move(2, 40)
+        mine = rng.capture_host()
+        rng.restore_host(record)
+        assert [name for name, state in rng.capture_host().items() if state != mine[name]] == ["python"]
+
+
+def test_a_few_numbers_take_a_few_bytes():
+    with rng.preserved():
+        move(1, 10)
+        before = rng.capture_host()
+        DRAWS["the seed that a DataLoader's iterator draws"]()
+        assert len(codec.encode(rng.drawn(before, rng.capture_host()))) < 120
+        assert len(codec.encode(before)) > 10_000
+
+
+def test_a_process_that_draws_alike_keeps_its_whole_state():
+    with rng.preserved():
+        move(1, 10)
+        before = rng.capture_host()
+        DRAWS["all of them"]()
+        after = rng.capture_host()
+        rng.restore_host(before)
+        rng.restore_host(rng.drawn(before, after))
+        assert rng.equal(rng.capture_host(), before)
