@@ -17,7 +17,7 @@ from ..core import api, local
 from ..core.placement import LocalSlot, divide
 from ..core.types import NO_STEP, NodeId, Rank, Source, Step, SwapPlan
 from ..errors import DeadpoolError, MemoryShortage, invariant, present
-from ..mirror.records import CallHistory, HistoryPruned
+from ..mirror.records import ROW_STEPS, CallHistory, HistoryPruned, row_end, steps_in
 from ..mirror.wire import RefusedByPeer, how_many_fit
 from ..transport.tasks import Tasks, begin, loop_time
 from ..transport.unix import LocalPeer
@@ -25,8 +25,7 @@ from .mirroring import Mirroring
 from .node import LocalNode, Process, Slot
 from .workers import Workers
 
-PULL_STEPS = 1024  # the most steps of records in one request, which has a connection of its own
-CHUNK_STEPS = 64  # the most steps of records in one message to the process
+PULL_STEPS = 16 * ROW_STEPS  # the most steps of records in one request, which has a connection of its own
 DIFFERS_CODE = 1  # exit code of a job whose data cannot be read again
 SAY_MOVED_S = 10.0  # between two lines about a newcomer on its way
 _RETRY_S = 0.2
@@ -58,10 +57,10 @@ class Rehearsal:
         """Pass on to the process what it does not know yet, as fast as it reads. Raises: HistoryPruned."""
         last = self.history.last
         while self.told < last and (peer := self.listener) is not None:
-            records = self.history.get(self.told + 1, min(last, self.told + CHUNK_STEPS))
-            fitting = how_many_fit(records)
-            peer.send(local.History(records[:fitting]))
-            self.told += fitting
+            records = self.history.get(self.told + 1, min(last, row_end(self.told + 1)))
+            records = records[: how_many_fit(records)]
+            peer.send(local.History(records))
+            self.told += sum(map(steps_in, records))
             await peer.drained()
 
 
@@ -187,10 +186,8 @@ class TakeOvers:
         history = rehearsal.history
         async with rehearsal.pulling:
             while history.last < last:
-                first, until = history.last + 1, min(last, history.last + PULL_STEPS)
-                records = await self._mirroring.records(source, rehearsal.rank, first, until)
-                for step, record in enumerate(records, first):
-                    history.append(step, record)
+                first, until = history.last + 1, min(last, row_end(history.last + PULL_STEPS))
+                history.append(until, *await self._mirroring.records(source, rehearsal.rank, first, until))
                 await asyncio.sleep(0)  # records that are here already do not suspend
 
     def moved(self, slot: Slot, message: local.Moved) -> None:

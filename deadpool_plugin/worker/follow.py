@@ -23,6 +23,7 @@ from ..comm.record import ALIKE
 from ..core import local
 from ..errors import WHOLE_STEP, Divergence, present
 from ..mirror.arena import SlotPair
+from ..mirror.records import unpack
 from . import codec, rng
 from .adapter import restore_rng
 from .calls import MAKES_STEP, RANDOM_STATES, RUNS_MODEL, Call, CallKind
@@ -174,7 +175,9 @@ class Follow:
                     case local.TakeOver() as order, (descriptor,):
                         self._take_over(order, descriptor)
                         return False
-            self._records.extend(map(codec.decode, codec.decode(self._segments.popleft())))
+            segment, *others = unpack(self._segments.popleft())
+            self._segments.extendleft(reversed(others))
+            self._records.extend(map(codec.decode, codec.decode(segment)))
             now = time.monotonic()
             if now - self._told_at >= MOVED_EVERY_S:  # others may wait for this process as long as it moves
                 self._told_at = now

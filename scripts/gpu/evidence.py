@@ -40,7 +40,8 @@ WHOLE = "(whole)"
 """The check that a part got to its end."""
 NEEDED = (
     "torch", "numpy", "megatron.core.datasets.helpers_cpp", "msgspec._core", "psutil", "pydantic_core._pydantic_core",
-    "pydantic", "yaml", "rich", "xxhash", "packaging", "pytest", "hypothesis", "deadpool_plugin.config",
+    "pydantic", "yaml", "rich", "xxhash", "zstandard.backend_c", "packaging", "pytest", "hypothesis",
+    "deadpool_plugin.config",
 )  # fmt: skip
 """Modules that must import. Of a compiled package its compiled part: a wheel for another Python lacks it."""
 LIBRARIES = ("torch", "megatron-core", "deepspeed", "numpy")

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from typing import cast
 
 import msgspec
@@ -17,11 +18,11 @@ from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.reports import sentence
-from deadpool_plugin.agent.takeovers import CHUNK_STEPS, Rehearsal, TakeOvers
+from deadpool_plugin.agent.takeovers import Rehearsal, TakeOvers
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import NO_STEP, World
-from deadpool_plugin.mirror.records import CallHistory
+from deadpool_plugin.mirror.records import ROW_STEPS, CallHistory, unpack
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.unix import LocalPeer
 
@@ -85,22 +86,26 @@ class Reader:
 
 def test_a_long_past_is_told_piece_by_piece_as_it_is_read():
     async def scenario():
-        slot, reader = Slot(0), Reader()
-        rehearsal = rehearsing(slot, 0, told=2 * CHUNK_STEPS + 4)
+        slot = Slot(0)
+        rehearsal = rehearsing(slot, 0, told=2 * ROW_STEPS + 4)
         rehearsal.told, rehearsal.process.peer = 4, cast(LocalPeer, reader)
         telling = asyncio.create_task(rehearsal.tell())
         told = []
-        for _ in range(2):
+        for _ in range(3):
             await asyncio.wait([telling], timeout=0)
-            told.append(list(reader.told))
+            told.append(len(reader.told))
             reader.may_read.release()
         await telling
         return told, rehearsal.told
 
+    reader = Reader()
     told, last = asyncio.run(scenario())
-    pieces = [[b"records of %d" % step for step in range(first, first + CHUNK_STEPS)] for first in (5, 5 + CHUNK_STEPS)]
-    assert told == [pieces[:1], pieces]
-    assert last == 2 * CHUNK_STEPS + 4
+    assert told == [1, 2, 3]
+    ends = pairwise((5, ROW_STEPS, 2 * ROW_STEPS, 2 * ROW_STEPS + 5))
+    records = [[b"records of %d" % step for step in range(*piece)] for piece in ends]
+    assert [[record for part in piece for record in unpack(part)] for piece in reader.told] == records
+    assert list(map(len, reader.told)) == [ROW_STEPS - 5, 1, 5], "a row goes as it is"
+    assert last == 2 * ROW_STEPS + 4
 
 
 def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_reason():

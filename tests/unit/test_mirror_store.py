@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 from hypothesis import given, strategies as st
@@ -8,8 +9,9 @@ from support.stores import ends, free
 
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import MemoryShortage, StaleGeneration, TransportError
+from deadpool_plugin.mirror import records
 from deadpool_plugin.mirror.arena import TOUCH_BYTES, SlotPair, arena_bytes, decode_header
-from deadpool_plugin.mirror.records import CallHistory, HistoryPruned, NotHeld
+from deadpool_plugin.mirror.records import ROW_STEPS, CallHistory, HistoryPruned, NotHeld
 from deadpool_plugin.mirror.store import SnapshotStore
 
 
@@ -177,6 +179,81 @@ def test_history_against_an_oracle(writes: list[tuple[int, int]], first: int, la
     else:
         with pytest.raises(HistoryPruned, match="raise history_limit_mib"):
             history.get(first, last)
+
+
+def flat(parts: list[bytes]) -> list[bytes]:
+    return [record for part in parts for record in records.unpack(part)]
+
+
+@given(st.data())
+def test_rows_against_an_oracle(data: st.DataObject) -> None:
+    """What two nodes hold that write, go back and ask each other for ranges, is what was written, at any bound."""
+    limit = data.draw(st.sampled_from((80, 200, 10**6)))
+    with mock.patch.multiple(records, ROW_STEPS=4, ROW_BYTES=60):  # so that a short history has many
+        nodes = [(CallHistory(limit), dict[int, bytes]()) for _ in range(2)]
+        for _ in range(data.draw(st.integers(1, 25))):
+            (mine, oracle), (other, theirs) = data.draw(st.permutations(nodes))
+            match data.draw(st.sampled_from(("write", "go back", "ask"))):
+                case "write":
+                    begin = data.draw(st.integers(max(0, mine.last - 5), mine.last + 2))
+                    sizes = data.draw(st.lists(st.sampled_from((0, 1, 7, 70)), min_size=1, max_size=9))
+                    new = {step: bytes([step % 7]) * size for step, size in enumerate(sizes, begin)}
+                    mine.append(max(new), *new.values())
+                case "go back":
+                    mine.truncate(data.draw(st.integers(-1, mine.last + 1)))
+                    begin, new = mine.last + 1, {}
+                case "ask":
+                    if other.last < 0:
+                        continue
+                    begin = data.draw(st.integers(other.first, other.last))
+                    last = data.draw(st.integers(begin, other.last))
+                    new = {step: theirs[step] for step in range(begin, last + 1)}
+                    mine.append(last, *other.get(begin, last))
+            kept = {step: record for step, record in oracle.items() if step < begin}
+            oracle.clear()
+            oracle |= (kept if begin - 1 in kept or not new else {}) | new
+            assert mine.last == max(oracle, default=-1)
+            if not oracle:
+                continue
+            assert mine.first == min(oracle) or limit < 10**6
+            assert mine.first <= max(min(oracle), mine.last - records.KEPT_MIN + 1)
+            for step in range(min(oracle), mine.first):
+                del oracle[step]
+            held = mine.get(mine.first, mine.last)
+            assert flat(held) == list(oracle.values())
+            assert mine.held_bytes == sum(map(len, held))
+            assert mine.held_bytes <= limit or sum(map(records.steps_in, held[1:])) < records.KEPT_MIN
+            first = data.draw(st.integers(mine.first, mine.last))
+            last = data.draw(st.integers(first, mine.last))
+            parts = mine.get(first, last)
+            assert flat(parts) == [oracle[step] for step in range(first, last + 1)]
+            assert sum(map(records.steps_in, parts)) == last - first + 1
+
+
+def test_rows_go_from_node_to_node_as_they_are_and_only_the_ends_of_a_range_are_opened() -> None:
+    history, copy = CallHistory(1 << 20), CallHistory(1 << 20)
+    count = 3 * ROW_STEPS
+    for step in range(count):
+        history.append(step, b"record %d" % step)
+    parts = history.get(5, count - 1)
+    assert [records.is_row(part) for part in parts] == [False] * (ROW_STEPS - 5) + [True] + [False] * ROW_STEPS
+    history.append(count + 2, b"", b"", b"")  # a row is made when its last step can be gone back to no more
+    copy.append(count - 1, *history.get(0, count - 1))
+    assert copy.get(0, count - 1) == history.get(0, count - 1) and len(copy.get(0, count - 1)) == 3
+    assert copy.held_bytes < len(b"record 1000") * count / 3
+    copy.append(ROW_STEPS + 7, b"other")
+    assert (copy.first, copy.last) == (0, ROW_STEPS + 7)
+    assert copy.get(ROW_STEPS + 6, ROW_STEPS + 7) == [b"record %d" % (ROW_STEPS + 6), b"other"]
+
+
+def test_a_step_with_much_to_tell_is_a_row_of_its_own() -> None:
+    history = CallHistory(1 << 24)
+    for step in range(20):
+        history.append(step, bytes([step]) * (1 << 20))
+    assert history.held_bytes < 4 << 20
+    (part,) = history.get(3, 3)
+    assert records.is_row(part) and records.unpack(part) == [b"\x03" * (1 << 20)]
+    assert history.get(19, 19) == [b"\x13" * (1 << 20)], "the newest steps stay as they are"
 
 
 def test_a_copy_of_a_history_ends_where_it_is_told_and_goes_its_own_way() -> None:

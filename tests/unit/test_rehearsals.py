@@ -12,12 +12,13 @@ from support.stand_in import StandIn, stand_in
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import LocalNode, Process, Slot
 from deadpool_plugin.agent.reports import Reports
-from deadpool_plugin.agent.takeovers import Rehearsal, TakeOvers
+from deadpool_plugin.agent.takeovers import PULL_STEPS, Rehearsal, TakeOvers
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
+from deadpool_plugin.core.types import NO_STEP
 from deadpool_plugin.errors import DeadpoolError, MemoryShortage
 from deadpool_plugin.events import CatchingUp, Event, RehearsalFailed
-from deadpool_plugin.mirror.records import CallHistory
+from deadpool_plugin.mirror.records import ROW_STEPS, CallHistory
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import RefusedByPeer
 from deadpool_plugin.transport.unix import LocalPeer
@@ -187,6 +188,30 @@ def test_who_follows_for_a_process_that_dies_meanwhile_comes_to_an_end():
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))
     assert pulled == 1
+
+
+def test_a_long_past_is_asked_for_in_whole_rows_which_stay_as_they_are():
+    source, asked = CallHistory(1 << 20), list[tuple[int, int]]()
+    for step in range(3 * PULL_STEPS):
+        source.append(step, b"records of %d" % step)
+
+    async def records(node, rank, first, last):
+        asked.append((first, last))
+        return source.get(first, last)
+
+    async def scenario():
+        takeovers, rehearsal = following(NO_STEP, Slot(0))
+        takeovers._mirroring.records = records
+        await takeovers.pull(rehearsal, 3, PULL_STEPS + 20)
+        await takeovers.pull(rehearsal, 3, 3 * PULL_STEPS - 1)
+        return rehearsal.history
+
+    history = asyncio.run(asyncio.wait_for(scenario(), timeout=30))
+    stop, resumed = PULL_STEPS + 20, 2 * PULL_STEPS + ROW_STEPS
+    ends = [(0, PULL_STEPS - 1), (PULL_STEPS, stop), (stop + 1, resumed - 1), (resumed, 3 * PULL_STEPS - 1)]
+    assert asked == ends
+    held = history.get(0, source.last)
+    assert held == source.get(0, source.last) and len(held) == 3 * PULL_STEPS // ROW_STEPS - 1 + ROW_STEPS
 
 
 def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
