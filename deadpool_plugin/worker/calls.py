@@ -146,8 +146,9 @@ class CallLog:
                 f"evaluate less at a time, or {WHOLE_STEP}",
             )
         pulls = [iterator.pulled_since(position) for iterator, position in logged.iterators]
-        if self._keep([logged.call.name, outcome, pulls, read]):
-            return codec.too_large(outcome)
+        large = codec.too_large(outcome)  # of which nothing is kept then: nobody may follow past it
+        if self._keep([logged.call.name, large or outcome, pulls, read]):
+            return large
         lacking = codec.TooLarge(f"results of more than {RECORDS_BYTES_MAX >> 20} MiB since the last step")
         records.append(codec.encode([logged.call.name, lacking, [], 0]))
         return lacking
@@ -167,8 +168,8 @@ class CallLog:
         return [logged for logged in self._calls if logged.segment >= step]
 
     def records(self, segment: int) -> bytes:
-        """Return those of one segment as one blob: a list of encoded `[name, outcome, pulls, read]`."""
-        return codec.encode(self._records.get(segment, []))
+        """Return those of one segment as one blob: a list of `[name, outcome, pulls, read]`."""
+        return codec.joined(self._records.get(segment, []))
 
     def prune(self, step: int) -> None:
         """Forget what no swap asks for after the cut of `step`. Raises: Unsupported if the rest is not what it was."""

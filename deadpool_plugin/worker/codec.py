@@ -38,9 +38,7 @@ class TooLarge:
 
 
 def too_large(value: Any) -> TooLarge | None:
-    """Find the stand-in, in a record, for the first tensor in `value` above the limit."""
-    if isinstance(value, TooLarge):
-        return value
+    """Make the stand-in for the first tensor in `value` above the limit."""
     if isinstance(value, torch.Tensor):
         return TooLarge.tensor(*_form(value)) if not is_recorded(value) else None
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -64,8 +62,13 @@ def encode(value: Any) -> bytes:
     return msgspec.msgpack.encode(_prepare(value))
 
 
+def joined(encoded: Sequence[bytes]) -> bytes:
+    """Encode the list of what has been encoded one by one."""
+    return msgspec.msgpack.encode([msgspec.Raw(one) for one in encoded])
+
+
 def decode(data: bytes | memoryview) -> Any:
-    return msgspec.msgpack.decode(data, ext_hook=_restore)
+    return _decoder.decode(data)
 
 
 def _prepare(value: Any) -> Any:
@@ -124,6 +127,9 @@ def _restore(code: int, data: memoryview) -> Any:
     dtype = getattr(torch, name)
     tensor = torch.frombuffer(bytearray(body), dtype=dtype).view(shape) if body else torch.zeros(shape, dtype=dtype)
     return tensor if device == "cpu" else tensor.to(device)
+
+
+_decoder = msgspec.msgpack.Decoder(ext_hook=_restore)
 
 
 # ---- exceptions of saves

@@ -7,11 +7,9 @@ of the restore step is loaded at that very call, and the process is `Live` from 
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,17 +56,24 @@ class Follow:
         self._began = self._told_at = time.monotonic()
 
     def call(self, call: Call) -> Any:
-        with self._explained():
-            if self._layout is None and call.kind not in RUNS_MODEL:
-                if call.kind is CallKind.SAVE:
-                    return call.skipped(None)
-                return self._context.groups.fact(call.name, call) if call.kind is CallKind.FACT else call()
-            record = self._next_record(call.name)
-            if record is None:
-                return self._context.mode.call(call)
-            _, outcome, pulls, read = record
-            place = self._step + 1, call.name
-            self._compare(self._context.tapes.take_digest(), read, *place)
+        try:
+            return self._follow(call)
+        except Divergence as error:
+            self._explain(error)
+            raise
+
+    def _follow(self, call: Call) -> Any:
+        if self._layout is None and call.kind not in RUNS_MODEL:
+            if call.kind is CallKind.SAVE:
+                return call.skipped(None)
+            return self._context.groups.fact(call.name, call) if call.kind is CallKind.FACT else call()
+        record = self._next_record(call.name)
+        if record is None:
+            return self._context.mode.call(call)
+        _, outcome, pulls, read = record
+        place = self._step + 1, call.name
+        self._compare(self._context.tapes.take_digest(), read, *place)
+        if pulls:
             _, stand_ins = IteratorTable().wrap(call.kwargs.get("data_iterator"))
             for iterator, pulled in zip([*stand_ins, *self._context.tapes], pulls, strict=True):
                 mine = iterator.skip(*pulled)
@@ -76,20 +81,23 @@ class Follow:
                     self._compare(mine, pulled[2], *place)
                 elif pulled[0] and iterator in stand_ins:
                     self._passed_over[iterator.inner] = pulled, *place
-            error = codec.decode_error(outcome) if call.kind is CallKind.SAVE else None
-            value = call.skipped(outcome) if error is None else None
-            if call.kind in MAKES_STEP:
-                self._step += 1
-                self._more()  # the cut: a take-over begins here, before the script goes on
-            self._draw_alike()
-            if error is not None:
-                raise error
-            return value
+        error = codec.decode_error(outcome) if call.kind is CallKind.SAVE else None
+        value = call.skipped(outcome) if error is None else None
+        if call.kind in MAKES_STEP:
+            self._step += 1
+            self._more()  # the cut: a take-over begins here, before the script goes on
+        self._draw_alike()
+        if error is not None:
+            raise error
+        return value
 
     def collective(self, handle: Handle, operation: Operation) -> Any:
         if self._layout is None:
-            with self._explained():
+            try:
                 return self._context.groups.issue(handle, operation)
+            except Divergence as error:
+                self._explain(error)
+                raise
         record = self._next_record(operation.name)
         if record is None:
             return self._context.mode.collective(handle, operation)
@@ -106,14 +114,9 @@ class Follow:
 
     # ---- what the script does otherwise than the rank itself
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Name the files that are gone where the script did something else than the rank itself."""
-        try:
-            yield
-        except Divergence as error:
-            if not self._files.gone or self._context.mode is not self:
-                raise
+    def _explain(self, error: Divergence) -> None:
+        """Raises: Divergence from `error`, if files are gone where the script did something else than the rank."""
+        if self._files.gone and self._context.mode is self:
             gone = ", ".join(self._files.gone)
             raise Divergence(f"{error.found}, after it missed {gone}, deleted since", error.expected, _KEEP) from error
 
@@ -157,9 +160,9 @@ class Follow:
                 f"{record[0]}, which rank {self._rank} itself called there",
                 _INSTEAD if self._guessed else "a script whose calls depend on the host or the time cannot be followed",
             )
-        if large := codec.too_large(record[1]):
+        if isinstance(record[1], codec.TooLarge):
             raise Divergence(
-                f"{name} in the loop of step {self._step + 1} gave rank {self._rank} {large.description}",
+                f"{name} in the loop of step {self._step + 1} gave rank {self._rank} {record[1].description}",
                 "results small enough to be recorded",
                 f"keep large results out of the loop, or {WHOLE_STEP}: a spare need only know what it returns",
             )
@@ -177,7 +180,7 @@ class Follow:
                         return False
             segment, *others = unpack(self._segments.popleft())
             self._segments.extendleft(reversed(others))
-            self._records.extend(map(codec.decode, codec.decode(segment)))
+            self._records.extend(codec.decode(segment))
             now = time.monotonic()
             if now - self._told_at >= MOVED_EVERY_S:  # others may wait for this process as long as it moves
                 self._told_at = now

@@ -108,9 +108,9 @@ class RewindIterator:
         return [self._kept[position] for position in range(first, end)]
 
     def pulled_since(self, position: int) -> list[Any]:
-        """Return how many items; of those that were drawn for, the random states before them; the digest of all."""
+        """Return how many items; of those that drew, what they drew (`rng.drawn`); the digest of all."""
         items = self._items(position, self.position)
-        drawn = [[number, item.drew[0]] for number, item in enumerate(items) if item.drew is not None]
+        drawn = [[number, rng.drawn(*item.drew)] for number, item in enumerate(items) if item.drew is not None]
         return [len(items), drawn, proof.combined([item.digest for item in items])]
 
     @reading()

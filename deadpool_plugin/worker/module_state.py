@@ -182,8 +182,8 @@ class _Noted:
         self.is_left_alone = self._others(values) != self._objects
         return {} if self.is_left_alone else found
 
-    def load(self, values: Scalars) -> None:
-        for name in self.changed().keys() - self.first.keys() - values.keys():
+    def load(self, changed: Scalars, values: Scalars) -> None:
+        for name in changed.keys() - self.first.keys() - values.keys():
             del self.attributes[name]
         if not self.is_left_alone:
             self.attributes.update(self.first | values)
@@ -211,8 +211,9 @@ class Values:
         return self._newest
 
     def load(self, values: ByModule) -> None:
-        for number in self.changed().keys() | values.keys():
-            self._noted[number].load(values.get(number, {}))
+        mine = self.changed()
+        for number in mine.keys() | values.keys():
+            self._noted[number].load(mine.get(number, {}), values.get(number, {}))
 
 
 def is_plain(value: Any) -> bool:

@@ -216,6 +216,8 @@ class Tapes(list[Tape]):
         self._digests.append(proof.digest(batch))
 
     def take_digest(self) -> int:
+        if not self._digests:  # at most calls
+            return 0
         digest = proof.combined(list(self._digests))
         self._digests.clear()
         return digest

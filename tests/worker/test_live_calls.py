@@ -278,8 +278,9 @@ def test_the_host_waits_for_the_device_once_for_what_can_be_read_and_else_not(na
 @in_zygote
 def test_what_is_recorded_of_results_on_a_device_is_what_they_were_and_comes_back_there():
     rank, large = _on_device(), torch.zeros(TENSOR_LIMIT_BYTES, device="cuda")
+    rank.call(Call("forward", CallKind.FORWARD, _parts))
     rank.call(Call("forward", CallKind.FORWARD, lambda: [_parts(), large]))
-    ((_, (parts, lacking), _, _),) = map(codec.decode, codec.decode(rank._log.records(0)))
+    ((_, parts, _, _), (_, lacking, _, _)) = codec.decode(rank._log.records(0))
     assert parts["loss"].is_cuda and parts["loss"].item() == 2.0
     assert parts["counts"][0].is_cuda and parts["counts"][0].tolist() == [0, 1, 2] and parts["counts"][1] == 7
     assert isinstance(lacking, codec.TooLarge)
@@ -370,5 +371,5 @@ def test_a_collective_between_calls_allocates_nothing_on_the_device_and_is_waite
     assert given.tolist() == [0.0, 8.0, 16.0, 24.0], "the script has it; what it was is a copy"
     call.rewind()
     call.call()
-    names = [codec.decode(record)[1][0][0].tolist() for record in codec.decode(rank._log.records(0))]
+    names = [record[1][0][0].tolist() for record in codec.decode(rank._log.records(0))]
     assert names == [[0.0, 2.0, 4.0, 6.0], [0.0, 4.0, 8.0, 12.0], [0.0, 8.0, 16.0, 24.0]]

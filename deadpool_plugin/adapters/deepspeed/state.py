@@ -321,13 +321,13 @@ def plain_state(owner: Any) -> list[Scalars]:
 def load_plain_state(owner: Any, state: list[Scalars]) -> None:
     """Put back what `plain_state` gave, in place."""
     for one, values in zip(_members(owner), state, strict=True):
-        for name, value in copy.deepcopy(values).items():
+        for name, value in values.items():
             live = vars(one).get(name)
             if isinstance(live, dict):  # a Counter stays one
                 live.clear()
-                live.update(value)
+                live.update(copy.deepcopy(value))
             else:
-                setattr(one, name, value)
+                setattr(one, name, copy.deepcopy(value) if isinstance(value, (dict, list, tuple)) else value)
 
 
 def check_schedule(schedule: Any) -> None:
