@@ -194,7 +194,7 @@ def sentence(event: events.Event) -> str:
             shown = newest if newest >= 0 else "none"
             return f"job stopped (exit code {code}): {reason}; newest committed step: {shown}"
         case events.CatchingUp(rank=rank, step=step, target=target, left_s=left_s):
-            far = f"step {step} of {target}" if target >= step else f"step {step}"
+            far = f"step {step} of {target} ({100 * step // max(1, target)} %)" if target >= step else f"step {step}"
             far = f"{far}; about {left_s:.0f} s are left" if target >= step and left_s >= 0 else far
             return f"rank {rank}'s new process on node {event.node} replays past steps; it has reached {far}"
         case events.Note(text=text):

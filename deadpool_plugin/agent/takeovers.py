@@ -71,6 +71,7 @@ class TakeOvers:
         self._node, self._workers, self._mirroring = node, workers, mirroring
         self._store, self._taking = node.host.store, Tasks()
         self._committed: Step = NO_STEP
+        self._restore_step: Step = NO_STEP  # of the newest plan
         self._said_at, self._said_of = 0.0, -1
         self._tasks: dict[Slot, asyncio.Task[None]] = {}
         self._ordered: dict[Slot, Rank] = {}  # the next rehearsal of each slot, until it has begun
@@ -195,7 +196,7 @@ class TakeOvers:
         if slot.rank != message.rank or slot.process is None:
             return
         self._node.feed(local.WorkerMoved(message.rank))
-        now, step, target = loop_time(), message.step, self._workers.committed
+        now, step, target = loop_time(), message.step, max(self._workers.committed, self._restore_step)
         slot.process.moved_from = began, first = slot.process.moved_from or (now, step)
         quiet_s = now - self._said_at
         if quiet_s >= SAY_MOVED_S and (message.rank == self._said_of or quiet_s >= 2 * SAY_MOVED_S):
@@ -261,6 +262,7 @@ class TakeOvers:
         """Hand out `plan`: Join to processes that run already, a take-over for every rank that is new here."""
         self.cancel()
         world, step, slots = plan.world, plan.restore_step, self._node.slots
+        self._restore_step = step
         if step == NO_STEP:  # training had not begun, so nothing is lost: every rank's script begins anew
             self.drop()
             self._mirroring.start_over(world)

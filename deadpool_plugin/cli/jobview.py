@@ -151,6 +151,8 @@ class JobView:
     """When the newest event was written."""
     stall: events.Stalled | None = None
     """The newest word about what holds training up, until it gets on."""
+    newcomer: events.CatchingUp | None = None
+    """The newest word on a process that was on its way through past steps."""
     lines: deque[Line] = field(default_factory=lambda: deque(maxlen=200))
     """A reader may take them away."""
     _steps: dict[Rank, tuple[Generation, Step]] = field(default_factory=dict)
@@ -197,6 +199,12 @@ class JobView:
         stall = self.stall
         is_old = stall is None or stall.generation < self.generation or stall.time < self.stepped_at
         return None if is_old or self.outcome or self.swapping_since is not None else stall
+
+    @property
+    def catching_up(self) -> events.CatchingUp | None:
+        """The newcomer that the swap under way waits for, as far as its host has said."""
+        is_old = self.newcomer is None or self.newcomer.generation < self.generation
+        return None if is_old or self.swapping_since is None else self.newcomer
 
     def doing(self, now: float) -> Doing:
         if self.outcome:
@@ -304,6 +312,8 @@ class JobView:
                     swap.duration_s = event.duration_s
             case events.Stalled():
                 self.stall = event
+            case events.CatchingUp():
+                self.newcomer = event
             case events.FirstStepDone():
                 for swap in self._swaps_of(event):
                     swap.first_step_s = max(swap.first_step_s or 0.0, event.duration_s)

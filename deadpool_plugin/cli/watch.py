@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..agent.reports import named
+from ..agent.reports import named, sentence
 from ..errors import ConfigError
 from ..host.output import say
 from .jobview import Follower, JobView, Row, Swap
@@ -130,7 +130,8 @@ def headline(view: JobView, now: float) -> str:
         case "swapping":
             steps = [swap.plan.restore_step for swap in view.swaps if swap.duration_s is None]
             back = f"all ranks go back to step {steps[-1]}" if steps else "agreeing on who takes over"
-            return f"swap for {_since(view.swapping_since, now):.1f} s: {back}"
+            who = f"; {named(sentence(view.catching_up), view.fate.hosts)}" if view.catching_up is not None else ""
+            return f"swap for {_since(view.swapping_since, now):.1f} s: {back}{who}"
         case "training":
             stalled_s, stall = view.stalled_s(now), view.holds_up
             why = f": {named(stall.what, view.fate.hosts)}" if stall is not None else ""
@@ -264,6 +265,14 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
         "swaps": len(view.swaps),
         "swapping_s": _since(view.swapping_since, now),
         "last_swap_s": next((swap.duration_s for swap in reversed(view.swaps) if swap.duration_s is not None), None),
+        "catching_up": None
+        if (newcomer := view.catching_up) is None
+        else {
+            "rank": newcomer.rank,
+            "step": newcomer.step,
+            "target_step": _known(newcomer.target),
+            "left_s": newcomer.left_s if newcomer.left_s >= 0 else None,
+        },
         "history": view.history,
         "members": members,
     }

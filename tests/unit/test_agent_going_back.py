@@ -132,10 +132,10 @@ def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_rea
 def test_people_are_told_which_steps_are_done_again_and_why():
     undone = events.StepsUndone(first=8, last=9, reason="nobody holds it")
     catching_up = events.CatchingUp(node=2, rank=3, step=400, target=902)
-    assert sentence(catching_up) == "rank 3's new process on node 2 replays past steps; it has reached step 400 of 902"
-    assert sentence(msgspec.structs.replace(catching_up, left_s=61.7)) == (
-        "rank 3's new process on node 2 replays past steps; it has reached step 400 of 902; about 62 s are left"
-    )
+    said = "rank 3's new process on node 2 replays past steps; it has reached step 400"
+    assert sentence(catching_up) == f"{said} of 902 (44 %)"
+    assert sentence(msgspec.structs.replace(catching_up, left_s=61.7)) == f"{said} of 902 (44 %); about 62 s are left"
+    assert sentence(msgspec.structs.replace(catching_up, target=-1)) == said
     assert sentence(undone) == "steps 8 to 9 had been committed and are done again: nobody holds it"
     assert sentence(events.StepsUndone(first=9, last=9, reason="x")) == (
         "step 9 had been committed and is done again: x"

@@ -7,7 +7,7 @@ from typing import cast
 
 from support import present
 from support.hosts import host, local_node
-from support.stand_in import StandIn, stand_in
+from support.stand_in import StandIn, fake, stand_in
 
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import LocalNode, Process, Slot
@@ -15,7 +15,7 @@ from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.takeovers import PULL_STEPS, Rehearsal, TakeOvers
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
-from deadpool_plugin.core.types import NO_STEP
+from deadpool_plugin.core.types import NO_STEP, World
 from deadpool_plugin.errors import DeadpoolError, MemoryShortage
 from deadpool_plugin.events import CatchingUp, Event, RehearsalFailed
 from deadpool_plugin.mirror.records import ROW_STEPS, CallHistory
@@ -151,6 +151,22 @@ def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkey
         clock[0] = 100.0 + second
         takeovers.moved(slots[6], local.Moved(6, 45))
     assert [(at, event.rank, event.step) for at, event in told[3:]] == [(140.0, 6, 45), (150.0, 6, 45)]
+
+
+def test_a_host_that_has_heard_of_no_step_knows_from_the_plan_how_far_its_newcomer_has_to_go(monkeypatch):
+    slot, told = Slot(0), list[Event]()
+    node = local_node(host(stand_in(SnapshotStore)), slots=[slot], node=2)
+    takeovers = TakeOvers(node, fake(committed=NO_STEP, enter=lambda *_: None, replace_store=lambda _: None), fake())
+    takeovers._mirroring.enter = lambda *_: None
+    monkeypatch.setattr(node.reports, "emit", told.append)
+    monkeypatch.setattr(takeovers, "_take_over", lambda *_: None)
+    monkeypatch.setattr("deadpool_plugin.agent.takeovers.loop_time", lambda: 100.0)
+    monkeypatch.setattr(takeovers._taking, "start", lambda _: None)
+    plan = fake(world=World(1, (0, 2), ()), restore_step=900, sources=(), store="")
+    takeovers.act(plan)
+    slot.process = Process(order=1, rank=1, rehearses=True)
+    takeovers.moved(slot, local.Moved(1, 300))
+    assert told == [CatchingUp(1, 300, 900)]
 
 
 def test_a_process_that_takes_over_rehearses_nothing_else_in_the_next_swap():

@@ -448,6 +448,27 @@ def test_a_swap_says_what_it_was_for(planned: dict[str, object], said: str) -> N
     assert watch.described(view.swaps[-1]).startswith(said)
 
 
+CATCHING_UP = """
+{"event":"CatchingUp","rank":0,"step":5,"target":23,"left_s":7.2,"time":34.0400,"node":3,"generation":1}
+"""
+
+
+def test_a_swap_says_how_far_a_newcomer_is_that_everybody_waits_for() -> None:
+    view = view_of(*ALL[:5], CATCHING_UP)
+    said = "all ranks go back to step 23; rank 0's new process on node 3 (alpha3) replays past steps; it has reached "
+    assert watch.headline(view, 35.0).endswith(f"{said}step 5 of 23 (21 %); about 7 s are left")
+    assert figures(view, 35.0)["catching_up"] == {"rank": 0, "step": 5, "target_step": 23, "left_s": 7.2}
+    assert figures(view_of(*ALL[:5]), 35.0)["catching_up"] is None
+    view.apply(decoded(OVER)[0])
+    assert figures(view, 35.0)["catching_up"] is None and watch.headline(view, 35.0) == "in training"
+    view = view_of(*ALL[:4])
+    view.apply(events.CatchingUp(time=34.02, node=3, generation=0, rank=0, step=5))
+    assert figures(view, 35.0)["catching_up"] == {"rank": 0, "step": 5, "target_step": None, "left_s": None}
+    for event in decoded(PLANNED):
+        view.apply(event)
+    assert figures(view, 35.0)["catching_up"] is None, "of the process before"
+
+
 def test_more_hosts_than_lines_are_counted_and_those_in_trouble_shown() -> None:
     view = JobView()
     view.apply(events.WorldFormed(node=0, node_of=tuple(range(31)), spares=(31,)))
