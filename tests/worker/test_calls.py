@@ -1,11 +1,15 @@
 """The call log keeps two steps and the current one, and can do each call again from its entry state."""
 
+import random
+
 import pytest
 import torch
 from support import present
 
+from deadpool_plugin.config import Config
 from deadpool_plugin.errors import Unsupported
-from deadpool_plugin.worker import calls, codec, proof
+from deadpool_plugin.mirror.records import KEPT_MIN, ROW_STEPS, CallHistory
+from deadpool_plugin.worker import calls, codec, proof, rng
 from deadpool_plugin.worker.calls import Call, CallKind, CallLog, LoggedCall, forget
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
 
@@ -115,3 +119,51 @@ def test_forgetting_an_interruption_runs_the_finally_of_its_frames_now():
         assert not closed
         forget(error)
     assert closed
+
+
+def of_megatron(log, step, draw):
+    """Record what train_gpt.py's loop does in a step: losses, a norm, a mean over all ranks; batches are read."""
+    losses = [{"lm loss": torch.tensor(draw.random() + 2)} for _ in range(2)]
+    call = plain("forward_backward_no_pipelining", step)
+    log.add(call, losses, draw.getrandbits(32))
+    log.add(plain("step", step), (True, draw.random(), None))
+    log.add(plain("step", step), None)
+    log.add(plain("allreduce", step), [[torch.tensor(draw.random() + 4)], -1])
+    log.add(plain("zero_grad_buffer", step), None)
+    log.add(plain("zero_grad", step), None)
+
+
+def of_deepspeed(log, step, draw):
+    """Record what train_deepspeed.py's does: two micro-batches, the engine's counters, an evaluation every ten steps."""
+    for number in range(2 + 4 * (step % 10 == 9)):
+        outputs = ['[1, {"type": null, "context": null, "children_spec": []}]', [[True, torch.tensor(draw.random())]]]
+        if number == 2:  # a loader's iterator, in between
+            before = rng.capture_host()
+            torch.empty((), dtype=torch.int64).random_()
+            log.drew(rng.drawn(before, rng.capture_host()))
+        log.add(plain("engine.forward", step), outputs, draw.getrandbits(32))
+        if number < 2:
+            log.add(plain("engine.backward", step), torch.tensor(draw.random()))
+            counters = {"global_steps": step, "global_samples": 4 * step, "micro_steps": 2 * step + number}
+            rates = {"lr": draw.random(), "betas": (0.9, 0.999), "eps": 1e-08, "weight_decay": 0.01, "fused": False}
+            visible = {"frozen": "99aa06d3014798d86001c324468d497f", "attributes": [counters], "groups": [rates]}
+            log.add(plain("engine.step", step), visible | {"objects": [[{"last_batch_iteration": step}], [], []]})
+    torch.bernoulli(torch.full((100,), 0.1))  # dropout
+
+
+@pytest.mark.parametrize(("record", "count"), [(of_megatron, 10**6), (of_deepspeed, 4 * ROW_STEPS)])
+def test_a_million_steps_fit_into_the_default_limit(record, count):
+    log, history, draw, steps = CallLog(), CallHistory(Config().history_limit_bytes), random.Random(0), []
+    with rng.preserved():
+        torch.manual_seed(0)
+        for step in range(2 * ROW_STEPS):
+            record(log, step, draw)
+            log.prune(step + 1)
+            steps.append(log.records(step))
+    for last in range(len(steps) - 1, count, len(steps)):
+        history.append(last, *steps)  # a row knows nothing of those before it
+    history.append(history.last + KEPT_MIN, *steps[:KEPT_MIN])  # so that all others are in rows
+    assert history.first == 0 and history.last > count - len(steps)
+    assert history.held_bytes / history.last * 10**6 < Config().history_limit_bytes / 2
+    assert sum(map(len, steps)) / len(steps) > 200, "as few as a real loop's"
+    assert history.get(count // 2, count // 2) == [steps[count // 2 % len(steps)]]
