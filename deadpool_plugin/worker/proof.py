@@ -55,10 +55,12 @@ def _feed(state: Any, value: Any, items: int, depth: int) -> None:
             _feed_array(state, plain.view(_NUMPYS.get(plain.element_size(), plain.dtype)).numpy())
     elif isinstance(value, np.ndarray):
         if value.dtype != object:
+            state.update(f"{value.dtype.str}{value.shape}".encode())
             _feed_array(state, value)
     elif type(value) in _PLAIN or isinstance(value, np.generic):
         state.update(repr(value).encode(errors="backslashreplace"))
     elif isinstance(value, (bytes, bytearray)):
+        state.update(b"%d" % len(value))
         _feed_array(state, np.frombuffer(value, dtype=np.uint8))
     elif depth == _DEPTH_MAX:
         return
@@ -81,7 +83,6 @@ def _feed(state: Any, value: Any, items: int, depth: int) -> None:
 
 
 def _feed_array(state: Any, array: np.ndarray[Any, Any]) -> None:
-    state.update(f"{array.dtype}{array.shape}".encode())
     if not array.flags.c_contiguous and array.nbytes > WHOLE_BYTES_MAX:
         array = array.flat[:: -(-array.size // _ITEMS_MAX)]
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

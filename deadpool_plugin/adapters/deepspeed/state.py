@@ -354,6 +354,8 @@ def _members(owner: Any) -> list[Any]:
 def _parts(value: Any) -> list[Any]:
     """Return the parts of a schedule that `value` is: other schedules, and functions that are objects with values."""
     parts = list(value) if isinstance(value, (list, tuple)) else [value]
+    if type(parts[0] if parts else None) in (bool, int, float, str, type(None)):  # at each step: most values are these
+        return []
     return parts if all(map(_is_part, parts)) else []
 
 
