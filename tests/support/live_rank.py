@@ -9,6 +9,7 @@ import torch
 
 from deadpool_plugin.comm.generations import Generations
 from deadpool_plugin.mirror.arena import SlotPair
+from deadpool_plugin.worker.follow import Follow
 from deadpool_plugin.worker.live import Live
 from deadpool_plugin.worker.resumable import Tapes
 from deadpool_plugin.worker.staging import Layout
@@ -57,3 +58,12 @@ class Rank(Live):
         """Let its cuts copy nothing. `swap_began`: as if it had been in a swap since then."""
         self.stage, self._swap_began = lambda step: None, swap_began  # type: ignore[method-assign]
         self._stager = fake(wait=lambda: None)
+
+
+def follower(rank: Rank) -> Follow:
+    """Make a process that has the records of `rank` since its last step."""
+    context = fake(tapes=Tapes(), difference=None, adapter=rank._adapter, link=rank._link, groups=rank.groups)
+    one = Follow(context, 3, "", fake(), fake(gone=()))
+    one._layout = fake()
+    one._segments.append(rank._log.records(rank._log.step))
+    return one

@@ -134,7 +134,7 @@ def of_megatron(log, step, draw):
 
 
 def of_deepspeed(log, step, draw):
-    """Record what train_deepspeed.py's does: two micro-batches, the engine's counters, an evaluation every ten steps."""
+    """Record what train_deepspeed.py's does: two micro-batches, with counters, and an evaluation every ten steps."""
     for number in range(2 + 4 * (step % 10 == 9)):
         outputs = ['[1, {"type": null, "context": null, "children_spec": []}]', [[True, torch.tensor(draw.random())]]]
         if number == 2:  # a loader's iterator, in between

@@ -10,7 +10,7 @@ from traceback import StackSummary
 
 import pytest
 import torch
-from support.live_rank import Rank
+from support.live_rank import Rank, follower
 from support.stand_in import fake
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -41,15 +41,6 @@ class Save(saving.SaveCall):
         if isinstance(end, BaseException):
             raise end
         return end
-
-
-def follower(rank: Rank) -> Follow:
-    """One that has the records of `rank` since its last step."""
-    context = fake(tapes=Tapes(), difference=None, adapter=rank._adapter, link=rank._link, groups=rank.groups)
-    one = Follow(context, 3, "", fake(), fake(gone=()))
-    one._layout = fake()
-    one._segments.append(rank._log.records(rank._log.step))
-    return one
 
 
 def test_who_follows_goes_on_after_a_save_that_failed_in_the_rank_itself():

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.live_rank import Rank, follower
 
 from deadpool_plugin.worker import codec, rng
+from deadpool_plugin.worker.calls import Call, CallKind
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "the seed that a DataLoader's iterator draws": lambda: torch.empty((), dtype=torch.int64).random_().item(),
@@ -83,3 +85,26 @@ def test_a_process_that_draws_alike_keeps_its_whole_state():
         rng.restore_host(before)
         rng.restore_host(rng.drawn(before, after))
         assert rng.equal(rng.capture_host(), before)
+
+
+def test_a_loop_that_draws_between_calls_that_draw_is_followed_alike():
+    def dropout() -> float:
+        return float(torch.rand(50).sum()) + random.random()
+
+    def script(one: Any) -> list[Any]:
+        found: list[Any] = []
+        for number in range(120):
+            found.append(one.call(Call("call", CallKind.PLAIN, dropout)))
+            for _ in range(number % 3):
+                found += [draw() for name, draw in DRAWS.items() if name != "after seeding"]
+            found.append(torch.rand(3).tolist() if number % 7 == 5 else None)
+        return [*found, one.call(Call("last", CallKind.PLAIN, int))]
+
+    with rng.preserved():
+        move(1, 10)
+        rank = Rank()
+        expected = script(rank)
+        move(1, 10)
+        mine = follower(rank)
+        assert script(mine) == expected
+        assert not mine._records
