@@ -98,10 +98,10 @@ class Config(BaseModel):
 
     history_limit_mib: int = Field(default=256, ge=1)
     """MiB per rank for the call records of committed steps, from which a spare is brought to the current step. They are
-    held compressed: a million steps of Megatron-LM, or of DeepSpeed with an evaluation every ten, take 30 to 70 MiB.
-    Raise it for loops whose calls return much. Hazard: once it is full the oldest are dropped (never the newest three
-    steps'), and only spares that have followed so far can take over: no host that joins, no process that begins anew.
-    It is said at 80 % and then."""
+    held compressed: a million steps of Megatron-LM, DeepSpeed or Hugging Face's Trainer take 30 to 100 MiB. Raise it
+    for loops whose calls return much. Hazard: once it is full the oldest are dropped (never the newest three steps'),
+    and only spares that have followed so far can take over: no host that joins, no process that begins anew. It is said
+    at 80 % and then."""
 
     copies: int = Field(default=1, ge=1, le=8)
     """On how many other hosts each snapshot is kept: so many hosts may be lost at the same moment, if as many spares
