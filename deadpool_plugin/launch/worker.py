@@ -94,11 +94,13 @@ def start_following(
     """Begin a spare's rehearsal of one rank: the groups answer from the rank's recording."""
     from ..worker import codec
     from ..worker.follow import Follow
+    from ..worker.light import Unread
 
     context = _context(connection, config, local_rank, rehearses=True)
     recording, layout_digest, looks = codec.decode(rehearsal.recording)
     context.groups.rehearse(recording)
-    context.mode = Follow(context, rehearsal.rank, layout_digest, mute, FileView(looks))
+    unread = Unread(lambda text: context.link.event("Note", text=f"rank {rehearsal.rank}: {text}"))
+    context.mode = Follow(context, rehearsal.rank, layout_digest, mute, FileView(looks), unread)
     return context
 
 

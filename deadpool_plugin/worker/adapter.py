@@ -25,6 +25,8 @@ class State(Protocol):
 
     shard: Sequence[torch.Tensor]
     """Live tensors of this rank's shard, in an order that is equal on every replacement of the rank; no copies."""
+    derived: Sequence[torch.Tensor]
+    """Tensors that `after_restore` makes of the shard, and gradients, all of which start-up need not have read."""
     changing: Sequence[torch.Tensor]  # those of `shard` that change outside of updates (buffers): copied at the cut
 
     def owns(self, tensor: torch.Tensor) -> bool:

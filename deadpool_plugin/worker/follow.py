@@ -28,11 +28,11 @@ from .calls import MAKES_STEP, RANDOM_STATES, RUNS_MODEL, Call, CallKind
 from .context import Context
 from .file_view import FileView
 from .iterators import IteratorTable, prove
+from .light import KEEP, Unread
 from .live import Live
 from .mute import Mute
 from .staging import Layout
 
-_KEEP = "keep what a job has loaded when it began, a checkpoint above all, until the job has ended (save_total_limit)"
 _INSTEAD = f"take it after engine.backward(loss), compute the loss inside the model, or {WHOLE_STEP}"
 MOVED_EVERY_S = 1.0  # how often a process on its way through past steps says how far it has come, at most
 
@@ -42,9 +42,11 @@ class Follow:
 
     inside = False
 
-    def __init__(self, context: Context, rank: int, layout_digest: str, mute: Mute, files: FileView) -> None:
+    def __init__(
+        self, context: Context, rank: int, layout_digest: str, mute: Mute, files: FileView, unread: Unread
+    ) -> None:
         self._context, self._rank, self._expected_digest = context, rank, layout_digest
-        self._mute, self._files = mute, files
+        self._mute, self._files, self._unread = mute, files, unread
         self._layout: Layout | None = None  # known from the first forward on
         # Records of whole steps as they came (all of a long job would not fit into memory); those of the one under way.
         self._segments: deque[bytes] = deque()
@@ -118,7 +120,7 @@ class Follow:
         """Raises: Divergence from `error`, if files are gone where the script did something else than the rank."""
         if self._files.gone and self._context.mode is self:
             gone = ", ".join(self._files.gone)
-            raise Divergence(f"{error.found}, after it missed {gone}, deleted since", error.expected, _KEEP) from error
+            raise Divergence(f"{error.found}, after it missed {gone}, deleted since", error.expected, KEEP) from error
 
     def _compare(self, mine: int, recorded: int, step: int, name: str) -> None:
         if mine == recorded:
@@ -207,6 +209,7 @@ class Follow:
                 f"layout {self._expected_digest}, as the rank itself has it",
                 ALIKE,
             )
+        self._unread.finish([*context.adapter.state.shard, *context.adapter.state.derived])
         context.link.send(local.Rehearsed(self._rank, time.monotonic() - self._began))
         context.on_built()
         context.saves.folders.made = self._files.own

@@ -37,7 +37,7 @@ def test_a_rehearsal_loads_what_the_job_began_with(tmp_path, at_start):
     newest.write_text("global_step10")
     alone = Groups()
     alone.rehearse(recording)
-    modes.append(Follow(fake(groups=alone), 0, "", fake(), fake(gone=())))
+    modes.append(Follow(fake(groups=alone), 0, "", fake(), fake(gone=()), fake(finish=lambda restored: None)))
     assert Engine().load_checkpoint(str(tmp_path), None, False) == found
     assert loaded[1:] == ([(at_start, False)] if at_start else [])
     assert Engine().load_checkpoint(tmp_path, "global_step10") == ("path", {}), "whoever names one is not asked"

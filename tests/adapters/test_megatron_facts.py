@@ -34,7 +34,7 @@ def test_a_rehearsal_loads_a_checkpoint_only_if_the_job_began_with_one(tmp_path,
     other.touch()
     alone = Groups()
     alone.rehearse(recording)
-    modes.append(Follow(fake(groups=alone), 0, "", fake(), fake(gone=())))
+    modes.append(Follow(fake(groups=alone), 0, "", fake(), fake(gone=()), fake(finish=lambda restored: None)))
     assert os.path.isfile(str(tracker)) == at_start
     assert os.path.isfile(other)
     with pytest.raises(Divergence, match=f"asked isfile .*{adapter.TRACKER} at .*expected what the rank itself asked"):
@@ -65,7 +65,7 @@ def test_a_rehearsal_compares_no_parameters_with_those_of_others(monkeypatch, tr
     assert loop.check_param_hashes_across_dp_replicas(["model"], cross_check=True)
     alone = Groups()
     alone.rehearse(groups.stop_recording())
-    modes.append(Follow(fake(groups=alone), 0, "", fake(), fake(gone=())))
+    modes.append(Follow(fake(groups=alone), 0, "", fake(), fake(gone=()), fake(finish=lambda restored: None)))
     assert loop.check_param_hashes_across_dp_replicas(["another"], cross_check=True) and hashes == [["model"]]
 
 

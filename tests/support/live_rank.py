@@ -63,7 +63,7 @@ class Rank(Live):
 def follower(rank: Rank) -> Follow:
     """Make a process that has the records of `rank` since its last step."""
     context = fake(tapes=Tapes(), difference=None, adapter=rank._adapter, link=rank._link, groups=rank.groups)
-    one = Follow(context, 3, "", fake(), fake(gone=()))
+    one = Follow(context, 3, "", fake(), fake(gone=()), fake(finish=lambda restored: None))
     one._layout = fake()
     one._segments.append(rank._log.records(rank._log.step))
     return one

@@ -198,7 +198,7 @@ def see(*args, **kwargs):
 def test_what_is_made_while_the_script_evaluates_can_be_trained(monkeypatch, moment):
     context = fake(tapes=Tapes(), difference=None, adapter=fake(attach=see), groups=fake(finish_rehearsal=list))
     monkeypatch.setattr(follow, "SlotPair", fake(attach=see))
-    following = Follow(context, 3, "", fake(), fake(gone=()))
+    following = Follow(context, 3, "", fake(), fake(gone=()), fake(finish=lambda restored: None))
     with torch.inference_mode(), pytest.raises(Seen) as seen:
         if moment == "the first forward":
             Starting(context, 3, 4096)._become_live()

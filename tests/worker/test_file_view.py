@@ -214,7 +214,7 @@ def test_a_rehearsal_that_misses_a_deleted_checkpoint_says_so(tmp_path, rehearse
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "of start-up only").touch()
     view = rehearsed(start_up, rotate)
-    following = Follow(fake(groups=fake(fact=differs)), 2, "", fake(), view)
+    following = Follow(fake(groups=fake(fact=differs)), 2, "", fake(), view, fake())
     following._context.mode = following
     assert last_checkpoint(tmp_path) is None and view.gone == [str(tmp_path / "checkpoint-4")]
     with pytest.raises(Divergence, match="missed .*/checkpoint-4, deleted since.*save_total_limit"):

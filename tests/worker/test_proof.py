@@ -131,7 +131,7 @@ def test_a_data_set_that_changed_later_on_is_found_out(known, workers):
 def follower_of(log, reads, **more):
     adapter = fake(guessed=lambda: "")
     context = fake(**{**dict(tapes=reads, difference=None, link=None, mode=None, adapter=adapter), **more})
-    one = Follow(context, 3, "", fake(), fake(gone=()))
+    one = Follow(context, 3, "", fake(), fake(gone=()), fake(finish=lambda restored: None))
     one._layout = fake()
     one._segments.append(log.records(0))
     return one

@@ -73,6 +73,9 @@ class EngineState:
         frozen = [parameter for parameter in self._parameters if id(parameter) not in updated]
         # With ZeRO 3 a script may load frozen parameters on one rank only.
         parts = [parameter.ds_tensor.data for parameter in frozen] if self._is_partitioned else []
+        trained = [parameter for parameter in self._parameters if id(parameter) in updated]
+        # With ZeRO 3 the parameters themselves are empty between two steps.
+        self.derived: Sequence[torch.Tensor] = [getattr(one, "ds_tensor", one).data for one in trained]
         self.frozen = Frozen([] if self._is_partitioned else frozen)
         self.changing: Sequence[torch.Tensor] = self.buffers.tensors
         self.shard: Sequence[torch.Tensor] = [*self.adam.tensors, *parts, *self.changing]

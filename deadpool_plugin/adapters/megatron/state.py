@@ -59,6 +59,7 @@ class TrainingState:
         self.shard: Sequence[torch.Tensor] = [*merge_neighbours(held), *self.changing]
         owned = [parameter for chunk in chunks for parameter in chunk.parameters()]
         owned += [b.grad_data for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+        self.derived: Sequence[torch.Tensor] = owned
         self._memory = set(map(memory_of, owned))
 
     def owns(self, tensor: torch.Tensor) -> bool:
