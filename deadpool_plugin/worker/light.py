@@ -155,6 +155,9 @@ class Unread(TorchDispatchMode):
         self._unread: dict[int, _Content] = {}  # by the storage's address, which stays its own as long as this holds it
         self._made: list[_Content] = []  # again, for as long as something is being read
         self._filling = self._entered = self._finished = False
+        self._depth, self._guards = 0, PatchSet()  # of blocks of inference mode
+        self._guards.wrap(self._enter_inference, torch.inference_mode, "__enter__")
+        self._guards.wrap(self._leave_inference, torch.inference_mode, "__exit__")
         self._patches = PatchSet()
         self._patches.wrap(self._open, torch.serialization, "_open_zipfile_reader")
         for name in _PAST_OPERATIONS:
@@ -339,7 +342,7 @@ class Unread(TorchDispatchMode):
         self._finished = True
         self._patches.undo()
         if not self._entered:
-            return
+            return self._guards.undo()
         spans: defaultdict[int, list[Span]] = defaultdict(list)
         for tensor in restored:
             if tensor.numel():
@@ -359,8 +362,34 @@ class Unread(TorchDispatchMode):
         for content, span in needed():
             self.read(content, span)
         self._unread.clear()
+        self._switch()
+        if not self._depth:
+            self._guards.undo()
+
+    def _switch(self) -> None:
+        """Make torch ask this mode, or no more once start-up has ended."""
+        if self._finished and _get_current_dispatch_mode() is None:
+            self.__enter__()  # type: ignore[no-untyped-call]
         if _get_current_dispatch_mode() is self:  # else the script is within one of its own; this one does nothing more
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            if not self._finished:
+                self.__enter__()  # type: ignore[no-untyped-call]
+
+    # A block of inference mode ends as it began, with or without a mode: what came meanwhile has to be said again.
+
+    def _enter_inference(self, original: Function, *args: Any) -> Any:
+        self._depth += threading.current_thread() is threading.main_thread()
+        return original(*args)
+
+    def _leave_inference(self, original: Function, *args: Any) -> Any:
+        left = original(*args)
+        if threading.current_thread() is threading.main_thread():
+            self._depth -= 1
+            if self._entered:
+                self._switch()
+            if self._finished and not self._depth:
+                self._guards.undo()
+        return left
 
 
 @dataclasses.dataclass(frozen=True)
