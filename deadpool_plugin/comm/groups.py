@@ -53,7 +53,7 @@ class Groups(Runtime):
         self.calls_area = memoryview(b"")
         """Where this rank's agent looks for what the rank issues, as soon as it has an arena."""
         self.bootstrap: Store | None = None
-        self._recording_limit_bytes = recording_limit_bytes
+        self.recording_limit_bytes = recording_limit_bytes
         self._lock = threading.Lock()
         """Shared by `interrupt` and a network that becomes the current one: no late interruption cuts the new one's."""
         self._network: Network | None = None
@@ -75,7 +75,7 @@ class Groups(Runtime):
         self.generations.enter(generation)
         self._network = self._attempt(lambda: Network(generation, store, self.generations), generation)
         self.bootstrap = PrefixStore("torch", self._network.store)
-        self._recorder = Recorder(self._recording_limit_bytes)
+        self._recorder = Recorder(self.recording_limit_bytes)
 
     def rehearse(self, recording: bytes) -> None:
         """Begin as a rank's rehearsal (RANK, WORLD_SIZE), alone: operations return what `recording` has."""

@@ -97,10 +97,10 @@ def start_following(
     from ..worker.light import Unread
 
     context = _context(connection, config, local_rank, rehearses=True)
-    recording, layout_digest, looks = codec.decode(rehearsal.recording)
+    recording, layout_digest, looks, files = codec.decode(rehearsal.recording)
     context.groups.rehearse(recording)
     unread = Unread(lambda text: context.link.event("Note", text=f"rank {rehearsal.rank}: {text}"))
-    context.mode = Follow(context, rehearsal.rank, layout_digest, mute, FileView(looks), unread)
+    context.mode = Follow(context, rehearsal.rank, layout_digest, mute, FileView(looks, files), unread)
     return context
 
 

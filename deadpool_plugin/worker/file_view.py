@@ -5,7 +5,8 @@ rehearsal what the job has written since.
 Rules of this file: a name is hidden only if the rank's script looked for it in start-up, if it was not there when that
 start-up ended, and if it lies in the same directory (inode: hosts may have their own under equal paths). What start-up
 itself makes, a cache of indices above all, stays visible to a look by name: nobody builds it a second time. A listing
-shows what the rank's own listings showed. Standard library only. Not seen: what looks past Python (a subprocess, C++).
+shows what the rank's own listings showed. What the rank read of a checkpoint is shown even if it is gone
+(`loaded_files`). Standard library only. Not seen: what looks past Python (a subprocess, C++).
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from .loaded_files import Recorded, as_opened, is_same, stat_of
 from .patching import Function, PatchSet
 
 MISSING_MAX = 100_000  # paths: a rank that misses more of them has not looked for a checkpoint
+OPENED_MAX = 100_000  # files: a rank that opens more of them reads data
 ENTRIES_MAX = 10_000  # of a directory: a longer listing is one of data
 LISTED_MAX = 200_000
 """Names in all listings. Beyond it the longest are taken for listings of data, until half of the names are left."""
@@ -44,6 +48,7 @@ class Looks:
 
     def __init__(self) -> None:
         self._is_on = True
+        self.opened: set[str] = set()  # to read, up to OPENED_MAX
         self._missing: set[str] = set()
         self._listed: dict[str, set[str]] = {}  # what listings of each folder showed, up to one above `_entries_max`
         self._names, self._entries_max = 0, ENTRIES_MAX
@@ -150,8 +155,14 @@ class Looks:
 
     def _open(self, original: Function, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if isinstance(mode, str) and not any(letter in mode for letter in "wax"):
-            return self._look(original, file, mode, *args, **kwargs)
+            return self._read(original, file, mode, *args, **kwargs)
         return self._make(original, file, mode, *args, **kwargs)
+
+    def _read(self, original: Function, file: Any, *args: Any, **kwargs: Any) -> Any:
+        opened = self._look(original, file, *args, **kwargs)
+        if len(self.opened) < OPENED_MAX and (path := self._watched(file, {})):
+            self.opened.add(path)
+        return opened
 
     def _make(self, original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
         return original(path, *args, **kwargs)
@@ -170,10 +181,59 @@ class _Entries(filter):  # type: ignore[type-arg]
         self.close()
 
 
-class FileView(Looks):
-    """Looks of a rehearsal's script. Until `lift` they hide what the rank's own (`looks`, by `finish`) did not find."""
+class _Listing:
+    """Entries of a folder, some of which are gone, as `os.scandir` gives them."""
 
-    def __init__(self, looks: list[Folder]) -> None:
+    def __init__(self, entries: list[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> _Listing:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Entry:
+    """An entry of a listing, in the place of an `os.DirEntry`."""
+
+    def __init__(self, path: str, found: os.stat_result) -> None:
+        self.path, self.name, self._found = path, os.path.basename(path), found
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return stat.S_ISDIR(self._found.st_mode)
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return stat.S_ISREG(self._found.st_mode)
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return self._found
+
+    def inode(self) -> int:
+        return self._found.st_ino
+
+
+class FileView(Looks):
+    """Looks of a rehearsal's script. Until `lift` they hide what the rank's own (`looks`, by `finish`) did not find.
+
+    `files`: what the rank has read of checkpoints, shown where they are gone or were changed.
+    """
+
+    def __init__(self, looks: list[Folder], files: Iterable[Recorded] = ()) -> None:
+        self._files = {os.fsdecode(record[0]): record for record in files}
         self.gone: list[str] = []  # files that the rank's listings showed and its start-up left, deleted since
         self.own: set[str] = set()  # files made by this process itself, as the rank may have done (and removed them)
         self._folders: dict[str, list[Any]] = {}
@@ -193,6 +253,57 @@ class FileView(Looks):
             place = name and folder
         return False
 
+    def _look(self, original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._look(original, path, *args, **kwargs)
+        except (FileNotFoundError, NotADirectoryError):
+            record = self._files.get(self._watched(path, kwargs) or "")
+            if record is None or self._hides(path, kwargs):
+                raise
+            if original.__name__ in ("stat", "lstat"):
+                return stat_of(record)
+            if original.__name__ in ("listdir", "scandir"):  # `_list` has what was in it
+                return [] if original.__name__ == "listdir" else _Listing([])
+            raise
+
+    def _list(self, original: Function, path: Any = ".") -> Any:
+        found, folder = super()._list(original, path), self._watched("." if path is None else path, {})
+        below = [one for one in self._files if folder and os.path.dirname(one) == folder]
+        gone = [one for one in below if not self._is_there(one)]
+        if not gone:
+            return found
+        if isinstance(found, list):
+            names = [os.path.basename(one) for one in gone]
+            return found + (list(map(os.fsencode, names)) if isinstance(path, bytes) else names)
+        given = os.fsdecode(path)
+        entries = [_Entry(os.path.join(given, os.path.basename(one)), stat_of(self._files[one])) for one in gone]
+        with found:
+            return _Listing([*found, *entries])
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self._stat(path)
+        except OSError:
+            return False
+        return True
+
+    def _access(self, original: Function, path: Any, *args: Any, **kwargs: Any) -> bool:
+        found = super()._access(original, path, *args, **kwargs)
+        place = self._watched(path, kwargs) or ""
+        return found or (place in self._files and not self._is_there(place))
+
+    def _read(self, original: Function, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        place = self._watched(file, {}) or ""
+        record = self._files.get(place)
+        if record is not None and len(record) > 2 and place not in self.own:
+            try:
+                is_changed = not is_same(record, self._stat(place))
+            except OSError:
+                is_changed = True
+            if is_changed:
+                return as_opened(record, mode, lambda path: original(path, "rb"), *args, **kwargs)
+        return self._look(original, file, mode, *args, **kwargs)
+
     def _missed(self, path: Any, kwargs: dict[str, Any]) -> None: ...
 
     def _hides_in(self, folder: str, name: str, *, listing: bool = False) -> bool:
@@ -210,7 +321,8 @@ class FileView(Looks):
             with contextlib.suppress(OSError):  # the folder itself is gone since it was listed
                 here = self._names_in(folder) if self._stat(folder).st_ino == inode else names
                 lost = sorted(names & listed - {*here})
-                self.gone += [path for name in lost[:GONE_MAX] if (path := os.path.join(folder, name)) not in self.gone]
+                paths = [os.path.join(folder, name) for name in lost[:GONE_MAX]]
+                self.gone += [path for path in paths if path not in self.gone and path not in self._files]
 
     def _shows(self, folder: str, name: str) -> bool:
         return os.path.join(folder, name) in self.own or not self._hides_in(folder, name, listing=True)

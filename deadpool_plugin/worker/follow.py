@@ -28,8 +28,9 @@ from .calls import MAKES_STEP, RANDOM_STATES, RUNS_MODEL, Call, CallKind
 from .context import Context
 from .file_view import FileView
 from .iterators import IteratorTable, prove
-from .light import KEEP, Unread
+from .light import Unread
 from .live import Live
+from .loaded_files import KEEP
 from .mute import Mute
 from .staging import Layout
 

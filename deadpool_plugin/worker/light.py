@@ -15,7 +15,6 @@ extensions, other threads and shared memory get at past torch's operations befor
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import gc
@@ -40,11 +39,9 @@ from torch.utils._python_dispatch import (
 
 from ..comm.record import user_frame
 from ..errors import Divergence, present
+from .loaded_files import KEEP, SMALL_BYTES, RecordedFile
 from .patching import Function, PatchSet, when_imported
 
-SMALL_BYTES = 8192
-"""Tensors up to it are read with the plain objects: counters, rates, random states (5 KB)."""
-KEEP = "keep what a job has loaded when it began, a checkpoint above all, until the job has ended (save_total_limit)"
 _ATEN = torch.ops.aten
 _COPIES = frozenset({_ATEN.clone.default, _ATEN._to_copy.default, _ATEN.cat.default})
 _OF_FORM = frozenset({
@@ -160,6 +157,8 @@ class Unread(TorchDispatchMode):
         self._guards.wrap(self._leave_inference, torch.inference_mode, "__exit__")
         self._patches = PatchSet()
         self._patches.wrap(self._open, torch.serialization, "_open_zipfile_reader")
+        self._patches.wrap(self._load, torch, "load")
+        self._patches.wrap(self._load, torch.serialization, "load")
         for name in _PAST_OPERATIONS:
             self._patches.wrap(self._get_at, torch.Tensor, name)
         when_imported("torch.distributed.checkpoint.filesystem", self._watch_reader)
@@ -198,11 +197,16 @@ class Unread(TorchDispatchMode):
     def _content(self, tensor: torch.Tensor) -> _Content:
         return self._unread.setdefault(_address(tensor), _Content(tensor.untyped_storage()))
 
+    def _load(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        # A file that is mapped is read where it is copied; left unread it takes as little memory.
+        return original(*args, **{**kwargs, "mmap": False})
+
     def _open(self, original: Function, file: Any) -> Any:
         """Open a file for `torch.load`."""
-        is_file = isinstance(file, io.BufferedReader) and isinstance(file.name, str) and file.tell() == 0
+        is_file = isinstance(file, (io.BufferedReader, RecordedFile)) and isinstance(file.name, str)
+        is_whole = is_file and file.tell() == 0
         opened = original(file)
-        if is_file and self.can_leave() and _is_of_this_order(opened.file_like):
+        if is_whole and self.can_leave() and _is_of_this_order(opened.file_like):
             opened.file_like = _Reader(self, opened.file_like, os.path.abspath(file.name))
         return opened
 
@@ -410,7 +414,7 @@ class _Reader:
 
     def __init__(self, unread: Unread, inner: Any, path: str) -> None:
         self._unread, self._inner, self._path = unread, inner, path
-        self._was = _identity(path)
+        self._was = os.stat(path).st_mtime_ns
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -421,9 +425,12 @@ class _Reader:
         path, was = self._path, self._was
 
         def fill(tensor: torch.Tensor) -> None:
-            if _identity(path) != was:
-                raise Divergence(f"{path} was changed or removed while its tensors were still needed", remedy=KEEP)
-            read = torch._C.PyTorchFileReader(path).get_storage_from_record(name, size, dtype)
+            if os.stat(path).st_mtime_ns != was:  # where it was recorded, all of it is as it was then
+                raise Divergence(f"{path} was changed while its tensors were still needed", "a file that stays", KEEP)
+            with open(path, "rb") as file:
+                if isinstance(file, RecordedFile):
+                    file.real()  # torch would hide an error of its own
+                read = torch._C.PyTorchFileReader(file).get_storage_from_record(name, size, dtype)
             tensor.copy_(_Form.of(tensor).on(read.untyped_storage()))
 
         # Zeros that take no memory until somebody writes: a script that looks at a parameter later finds no garbage.
@@ -443,13 +450,6 @@ class _Into:
         return self._target
 
     def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None: ...
-
-
-def _identity(path: str) -> tuple[int, int, int] | None:
-    with contextlib.suppress(OSError):
-        found = os.stat(path)
-        return found.st_ino, found.st_size, found.st_mtime_ns
-    return None
 
 
 def _is_of_this_order(reader: Any) -> bool:

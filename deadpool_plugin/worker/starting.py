@@ -21,6 +21,7 @@ from .calls import RUNS_MODEL, Call, CallKind
 from .context import Context
 from .file_view import Folder, Looks
 from .live import Live
+from .loaded_files import Loads, Recorded
 from .patching import Function, around, when_imported
 from .staging import Layout
 
@@ -37,6 +38,7 @@ class Starting:
     def __init__(self, context: Context, rank: int, header_bytes: int) -> None:
         self._context, self._rank, self._header_bytes = context, rank, header_bytes
         self._looks: Looks | None = None
+        self._loads: Loads | None = None
         self._hook: RemovableHandle | None = None
 
     def call(self, call: Call) -> Any:
@@ -86,7 +88,7 @@ class Starting:
                 self._context.link.event("Note", text=text)
 
         self._hook = register_optimizer_step_post_hook(stepped)
-        self._looks = Looks()
+        self._looks, self._loads = Looks(), Loads()
 
     def _refuse_in(self, owner: Any, name: str, what: str) -> None:
         def refused(original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -100,12 +102,21 @@ class Starting:
 
         setattr(owner, name, around(getattr(owner, name), refused))
 
-    def unwatch(self) -> list[Folder]:
-        """End `watch`. Returns: the files that a rehearsal has to know of."""
-        if self._hook is None or self._looks is None:
-            return []
+    def unwatch(self) -> tuple[list[Folder], list[Recorded]]:
+        """End `watch`. Returns: the files that a rehearsal has to know of, and what was read of checkpoints."""
+        if self._hook is None or self._looks is None or self._loads is None:
+            return [], []
         self._hook.remove()
-        return self._looks.finish()
+        folders = self._looks.finish()
+        records, too_large = self._loads.finish(self._looks.opened, self._context.groups.recording_limit_bytes)
+        if too_large:
+            first, more = too_large[0], f" and {len(too_large) - 1} more" if too_large[1:] else ""
+            text = (
+                f"rank {self._rank} has loaded {first}{more}, whose objects are too large to be recorded: keep what "
+                "was loaded until the job has ended, or raise recording_limit_mib"
+            )
+            self._context.link.event("Note", text=text)
+        return folders, records
 
     @torch.inference_mode(False)  # the script may evaluate first; what is made here is trained
     def _become_live(self) -> None:
@@ -114,7 +125,7 @@ class Starting:
         if (unknown := versions.check(*context.adapter.package(), torch.__version__)) and self._rank == 0:
             context.link.event("Note", text=unknown)
         layout = Layout(context.adapter.state.shard)
-        recording = codec.encode([context.groups.stop_recording(), layout.digest, self.unwatch()])
+        recording = codec.encode([context.groups.stop_recording(), layout.digest, *self.unwatch()])
         sizes, replicas = (self._header_bytes, layout.payload_bytes), context.adapter.state.replicas()
         context.link.send(local.RankReady(self._rank, *sizes, layout.digest, replicas, recording))
         _, (descriptor,) = context.link.receive(local.ArenaHandOver)

@@ -21,7 +21,7 @@ def context(monkeypatch):
     for owner, name in ((DistributedDataParallel, "__init__"), (fsdp.FullyShardedDataParallel, "__init__")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # so that the original comes back afterwards
     monkeypatch.setattr(fsdp, "fully_shard", fsdp.fully_shard)
-    context = fake()
+    context = fake(groups=fake(recording_limit_bytes=0))
     context.mode = starting = Starting(context, 0, 4096)
     starting.watch()
     yield context
