@@ -93,8 +93,10 @@ class Config(BaseModel):
 
     recording_limit_mib: int = Field(default=1, ge=0, le=1024)
     """MiB. Start-up collectives with larger results are not recorded for rehearsals (parameters, which a restore
-    overwrites); indices (int64, bool) and gathered objects are, up to 64 MiB in all. Hazard: other large tables of
-    numbers that ranks exchange at the start are not there on a host that takes over; raise it then."""
+    overwrites); indices (int64, bool) and gathered objects are, up to 64 MiB in all. Nor are files of the checkpoint
+    that was loaded, if all but their large tensors takes more (compressed): such a checkpoint must stay until the job
+    has ended. Hazard: other large tables of numbers that ranks exchange at the start are not there on a host that
+    takes over; raise it then."""
 
     history_limit_mib: int = Field(default=256, ge=1)
     """MiB per rank for the call records of committed steps, from which a spare is brought to the current step. They are
