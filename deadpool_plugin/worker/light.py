@@ -183,9 +183,11 @@ class Unread(TorchDispatchMode):
             self.read_bytes += tensor.nbytes
             if not self._said:
                 self._said = True
-                self._say(f"{user_frame()} uses tensors of a checkpoint that a restore does not overwrite")
+                where = "at its first forward the script keeps" if self._finished else f"{user_frame()} uses"
+                self._say(f"{where} tensors of a checkpoint that no restore overwrites: newcomers read these, keep it")
             fill(tensor)
 
+        self._give(target)
         self.left_bytes += target.nbytes
         self._put_off(target, counted)
 
@@ -268,10 +270,10 @@ class Unread(TorchDispatchMode):
         if is_same_storage and _Form.of(target) == _Form.of(source):
             return target
         if (content := self._unread.get(_address(target))) is not None and target.numel():
-            span = _Form.of(target).span()
-            if is_same_storage or any(one.is_wanted() for its, one, _ in content.readers if _meets(its, [span])):
+            if is_same_storage:
                 self._read(target)
-            elif target.is_contiguous():  # what is overwritten need not be read
+            elif not self._give(target) and target.is_contiguous():  # what is overwritten need not be read
+                span = _Form.of(target).span()
                 content.parts = [part for part in content.parts if not _lies_in(part.span, [span])]
         if self._is_left(source):
             content_of = self._later(source, target)
@@ -279,6 +281,17 @@ class Unread(TorchDispatchMode):
             return target
         self._read(source, target)
         return target.copy_(source, *args, **kwargs)
+
+    def _give(self, target: torch.Tensor) -> bool:
+        """Before `target` changes, read it if somebody is to get a copy of what it has. Returns: whether it was."""
+        content = self._unread.get(_address(target))
+        if content is None or not target.numel():
+            return False
+        span = _Form.of(target).span()
+        is_wanted = any(one.is_wanted() for its, one, _ in content.readers if _meets(its, [span]))
+        if is_wanted:
+            self._read(target)
+        return is_wanted
 
     def _copied(self, func: Any, args: Any, kwargs: Any, sources: list[torch.Tensor]) -> torch.Tensor:
         """Return the memory for a copy."""

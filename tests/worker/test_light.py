@@ -236,6 +236,17 @@ def test_of_a_distributed_checkpoint_what_is_not_restored_is_read_at_the_end(sta
     assert mine["kept"].all() and mine["twice"].all() and copied.all() and unread.read_bytes == 51200
 
 
+def test_a_copy_between_two_loads_is_of_the_first(start, tmp_path):
+    for number in (1, 2):
+        dcp.save({"big": torch.full(BIG, number)}, checkpoint_id=tmp_path / f"{number}", no_dist=True)
+    unread, mine = start(), {"big": torch.zeros(BIG, dtype=torch.int64)}
+    dcp.load(mine, checkpoint_id=tmp_path / "1", no_dist=True)
+    between = mine["big"].clone()
+    dcp.load(mine, checkpoint_id=tmp_path / "2", no_dist=True)
+    unread.finish([])
+    assert (between == 1).all() and (mine["big"] == 2).all()
+
+
 def test_after_the_end_everything_is_as_before(start, saved):
     names = [(torch, "load"), (torch.Tensor, "numpy"), (torch.serialization, "_open_zipfile_reader")]
     before = [getattr(*name) for name in names]
