@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import select
 import signal
+import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
+_HELD_S = 1.0  # a thread in state D that does not stop within it is held by the kernel, in a file system, say
+_POLL_S = 0.001
+_AT_REST = {b"T", b"t", b"Z", b"X"}
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 _TGKILL = {"x86_64": 234, "aarch64": 131}
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # on every machine
@@ -62,6 +67,18 @@ def pidfd_send_signal(pidfd: int, number: int) -> None:
     _syscall(_PIDFD_SEND_SIGNAL, ctypes.c_int(pidfd), ctypes.c_int(number), None, ctypes.c_uint(0))
 
 
+def trim_memory() -> None:
+    """Give memory that is free within this process back to the system."""
+    libc.malloc_trim(0)
+
+
+def forget_pages(address: int, nbytes: int) -> None:
+    """Give back the whole pages of a range, which reads as zeros from then on, or as its file does."""
+    first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > first:  # locked ones stay, which costs no more than their memory
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+
+
 def prctl(option: int, value: int) -> None:
     """Raises: OSError"""
     if libc.prctl(option, value, 0, 0, 0) != 0:
@@ -82,6 +99,41 @@ def name_process(name: str) -> None:
     """Name this process for `ps` and `top`, which show 15 characters. Thread: any; the main one gets the name."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "wb", buffering=0) as file:
         file.write(name.encode()[:15])
+
+
+def kill_tree(pid: int, within_s: float | None = None) -> None:
+    """SIGKILL `pid` and everything below it. Blocks: until all of them have ended (they need not be our children).
+
+    Raises: TimeoutError, which names one that had not ended within `within_s`.
+    """
+    watched, pending = dict[int, int](), [pid]
+    while pending:
+        one = pending.pop()
+        with contextlib.suppress(ProcessLookupError):
+            watched[one] = pidfd_open(one)
+            os.kill(one, signal.SIGSTOP)  # before its children are listed: none can be born unseen
+            held_at = time.monotonic() + _HELD_S
+            # A thread within fork(2) finishes that first.
+            while running := {stat.rpartition(b")")[2].split()[0] for stat in _of_threads(one, "stat")} - _AT_REST:
+                if running == {b"D"} and time.monotonic() > held_at:
+                    break
+                time.sleep(_POLL_S)
+            pending += map(int, b" ".join(_of_threads(one, "children")).split())
+    deadline = None if within_s is None else time.monotonic() + within_s
+    for descriptor in watched.values():
+        with contextlib.suppress(ProcessLookupError):
+            pidfd_send_signal(descriptor, signal.SIGKILL)
+    try:
+        for one, descriptor in watched.items():
+            if not await_end(descriptor, None if deadline is None else deadline - time.monotonic()):
+                raise TimeoutError(f"process {one} was killed and does not end")
+    finally:
+        for descriptor in watched.values():
+            os.close(descriptor)
+
+
+def _of_threads(pid: int, name: str) -> list[bytes]:
+    return [said for thread in threads(pid) if (said := of_thread(thread, name, pid))]
 
 
 def threads(pid: int | str = "self") -> list[str]:

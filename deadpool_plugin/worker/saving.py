@@ -14,7 +14,6 @@ import inspect
 import io
 import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,6 @@ import torch
 
 from ..comm.groups import Groups
 from ..core import local
-from ..transport import linux
 from . import codec
 from .calls import Call, CallHandler, CallKind
 from .copies import structure
@@ -39,9 +37,6 @@ MARK = ".metadata"  # makes a folder of torch's or Megatron-core's a complete ch
 LEFT = ("__*_*.distcp", "__*_*.distcp.tmp", "common.pt", f"{MARK}.tmp")
 """The files that writers have written before it. Source: torch 2.13 filesystem.py; megatron-core 0.16.1 strategies/."""
 SAFETENSORS = "safetensors.torch"  # need not be installed; its `save_model` writes by its `save_file`, too
-_HELD_S = 1.0  # a thread in state D that does not stop within it is held by the kernel, in a file system, say
-_POLL_S = 0.001
-_AT_REST = {b"T", b"t", b"Z", b"X"}
 
 
 class SaveCall(Call):
@@ -329,30 +324,3 @@ def write_beside(path: Path, write: Callable[[Path], Any]) -> None:
         os.replace(beside / path.name, real)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def kill_tree(pid: int) -> None:
-    """SIGKILL `pid` and everything below it. Blocks: until all of them have ended (they need not be our children)."""
-    watched, pending = list[int](), [pid]
-    while pending:
-        one = pending.pop()
-        with contextlib.suppress(ProcessLookupError):
-            watched.append(linux.pidfd_open(one))
-            os.kill(one, signal.SIGSTOP)  # before its children are listed: none can be born unseen
-            held_at = time.monotonic() + _HELD_S
-            # A thread within fork(2) finishes that first.
-            while running := {stat.rpartition(b")")[2].split()[0] for stat in _of_threads(one, "stat")} - _AT_REST:
-                if running == {b"D"} and time.monotonic() > held_at:
-                    break
-                time.sleep(_POLL_S)
-            pending += map(int, b" ".join(_of_threads(one, "children")).split())
-    for descriptor in watched:
-        with contextlib.suppress(ProcessLookupError):
-            linux.pidfd_send_signal(descriptor, signal.SIGKILL)
-    for descriptor in watched:
-        linux.await_end(descriptor)
-        os.close(descriptor)
-
-
-def _of_threads(pid: int, name: str) -> list[bytes]:
-    return [said for thread in linux.threads(pid) if (said := linux.of_thread(thread, name, pid))]

@@ -19,7 +19,6 @@ from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import checks
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.transport import linux
-from deadpool_plugin.worker.saving import kill_tree
 
 ENDS_LATER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -57,7 +56,7 @@ def test_a_process_that_has_gone_is_said_to_have(python):
 
 def test_a_tree_of_processes_is_ended(python):
     process = subprocess.Popen(ENDS_LATER)
-    kill_tree(process.pid)
+    linux.kill_tree(process.pid)
     assert process.wait() == -signal.SIGKILL
 
 

@@ -462,7 +462,7 @@ def test_killing_a_writer_kills_what_it_has_forked(monkeypatch):
     script = "import os,time\nif os.fork()==0: os.fork()\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)"
     writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     pids = [int(present(writer.stdout).readline()) for _ in range(3)]
-    saving.kill_tree(writer.pid)
+    linux.kill_tree(writer.pid)
     writer.wait()
     assert len(set(pids)) == 3 and not any(is_running(pid) for pid in pids)
 

@@ -22,7 +22,7 @@ from ...transport import linux
 from ...worker.calls import Call
 from ...worker.copies import structure
 from ...worker.patching import around, replace
-from ...worker.saving import Flight, FolderSave, SaveCall, Saves, kill_tree
+from ...worker.saving import Flight, FolderSave, SaveCall, Saves
 from ..common import Function
 
 WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
@@ -181,7 +181,7 @@ class RequestFlight(Flight):
         process = getattr(self.active.async_caller, "process", None) if self.active is not None else None
         if process is not None and not self._stopping:
             self._stopping = True
-            kill_tree(process.pid)
+            linux.kill_tree(process.pid)
 
     def settle(self) -> None:
         if self.active is None:
