@@ -105,6 +105,16 @@ class Config(BaseModel):
     and only spares that have followed so far can take over: no host that joins, no process that begins anew. It is said
     at 80 % and then."""
 
+    park_memory_gib: float | None = Field(default=None, ge=0.0)
+    """GiB of a spare's memory, in all, for processes that have rehearsed a host and wait. A spare rehearses one host
+    after another while they fit; the loss of a host that it has rehearsed costs no start-up of the script. null: half
+    of the memory that is free. 0: each spare rehearses one host only."""
+
+    park_at_home: bool | None = None
+    """Beside each rank, a process on the same host that has rehearsed the rank and waits, so that a process that dies
+    is replaced without a start-up of the script. It takes host memory as parked ones do, and once the CPU time of a
+    start-up. null: where training runs on CPUs. Hazard: on a device its context takes memory of the job's."""
+
     copies: int = Field(default=1, ge=1, le=8)
     """On how many other hosts each snapshot is kept: so many hosts may be lost at the same moment, if as many spares
     are left. Hazard: each copy is as much host memory and network traffic again."""
@@ -186,6 +196,10 @@ class Config(BaseModel):
     @property
     def memory_headroom_bytes(self) -> int:
         return int(self.memory_headroom_gib * 1024 * MIB)
+
+    @property
+    def park_memory_bytes(self) -> float | None:
+        return None if self.park_memory_gib is None else self.park_memory_gib * 1024 * MIB
 
     @property
     def spares_total(self) -> int:

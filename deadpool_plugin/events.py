@@ -154,8 +154,8 @@ RECURRING = (StepDone, StepCommitted, CheckpointSaved, Alive)
 """The kinds of events that come with every step, checkpoint or minute: only the newest are kept."""
 
 FATE = (
-    NodeJoined, WorldFormed, TrainingStarted, SpareReady, Mirrored, Protected, Unprotected, HistoryFilling, NodeLost,
-    SwapPlanned, SwapDone, WaitingForHost, NodeFenced, NodeEnded, JobFinished, JobStopped,
+    NodeJoined, WorldFormed, TrainingStarted, SpareReady, CoverLost, Mirrored, Protected, Unprotected, HistoryFilling,
+    NodeLost, SwapPlanned, SwapDone, WaitingForHost, NodeFenced, NodeEnded, JobFinished, JobStopped,
 )  # fmt: skip
 """The kinds of events that say how the job stands, or what became of it: kept however much else has happened."""
 

@@ -22,7 +22,7 @@ from .world import Job, Place
 
 @dataclass(eq=False)
 class Process:
-    """The worker process a standby process was last told to fork. `peer` and `pid` come with its hello."""
+    """A worker process that a standby process was told to fork. `peer` and `pid` come with its hello."""
 
     order: int
     rank: Rank
@@ -43,7 +43,11 @@ class Process:
 
 @dataclass(eq=False)
 class Slot:
-    """One local rank: a standby process and its worker. `rank`: what it runs in this world, -1 on a spare."""
+    """One local rank: a standby process and its workers. `rank`: what it runs in this world, -1 on a spare.
+
+    `process` runs that rank, or is to. `stand_ins` rehearse ranks, or have rehearsed them and wait: a spare's, or the
+    slot's own rank beside the process that runs it.
+    """
 
     local_rank: int
     rank: Rank = -1
@@ -53,12 +57,25 @@ class Slot:
     standby_ended: bool = False
     order: local.RunRank | None = None
     process: Process | None = None
+    stand_ins: dict[Rank, Process] = field(default_factory=dict)
     pipe: Pipe | None = None
 
     @property
+    def processes(self) -> list[Process]:
+        """All that have not ended."""
+        return [*([self.living] if self.living else []), *self.stand_ins.values()]
+
+    @property
     def living(self) -> Process | None:
-        """The process ordered last, unless it has ended."""
+        """The process that runs the rank, or is to, unless it has ended."""
         return self.process if self.process is not None and not self.process.ended else None
+
+    def of_peer(self, peer: LocalPeer) -> Process | None:
+        every = [*([self.process] if self.process else []), *self.stand_ins.values()]
+        return next((process for process in every if process.peer is peer), None)
+
+    def of_order(self, order: int) -> Process | None:
+        return next((process for process in self.processes if process.order == order), None)
 
     @property
     def running(self) -> Process | None:

@@ -248,8 +248,8 @@ class Agent:
             self._workers.standby(peer, message)
         elif isinstance(message, local.WorkerHello):
             self._workers.worker(peer, message)
-            if message.rehearsing and isinstance(peer.tag, Slot):  # else an order that has been overtaken
-                self._takeovers.introduced(peer.tag, peer, message)
+            if isinstance(peer.tag, Slot) and (process := peer.tag.of_peer(peer)):  # else it has been overtaken
+                self._takeovers.introduced(peer, process)
         elif not isinstance(peer.tag, Slot):
             close_descriptors(descriptors)
         elif isinstance(message, local.RehearsalOutput):
@@ -260,7 +260,7 @@ class Agent:
             self._heard(peer.tag, peer, message)
 
     def _heard(self, slot: Slot, peer: LocalPeer, message: local.LocalMessage) -> None:
-        process = slot.process
+        process = slot.of_peer(peer)
         match message:
             case local.RankReady():
                 self._tasks.start(self._mirroring.prepare(slot, peer, message))
@@ -275,22 +275,23 @@ class Agent:
             case local.WorkerRestored(generation=generation) if process:
                 process.unwound_for, process.in_training = max(process.unwound_for, generation), True
                 self.feed(message)
-            case local.Rehearsed():
-                self._takeovers.rehearsed(slot, message)
+            case local.Rehearsed() if process:
+                self._takeovers.rehearsed(process, message)
             case local.Moved():
-                self._takeovers.moved(slot, message)
-            case local.Failing():
-                self._takeovers.failing(slot, message)
-            case local.StoreOffer():
-                self._workers.store_offer(slot, message)
+                if process is slot.process:
+                    self._takeovers.moved(slot, message)
+            case local.Failing() if process:
+                self._takeovers.failing(slot, process, message)
+            case local.StoreOffer() if process:
+                self._workers.store_offer(slot, process, message)
             case local.OutOfReach() if process:  # another goes on here, by the records of the steps it need not redo
                 self._workers.kill(slot, process, message.reason)
             case local.WorkerEvent(kind=kind, fields=fields):
                 self._cuts.heard(slot.pipe, kind, fields)
                 self._reports.worker_event(kind, fields)
-            case local.WorkerExited(order=order, exit_code=exit_code) if process:
-                if process.order == order:
-                    self._workers.ended(slot, process, exit_code)
+            case local.WorkerExited(order=order, exit_code=exit_code):
+                if (ended := slot.of_order(order)) is not None:
+                    self._workers.ended(slot, ended, exit_code)
             case local.StandbyExited(exit_code=exit_code):
                 self._workers.standby_ended(slot, described_exit(exit_code))
             case local.CannotEnd():
@@ -308,6 +309,8 @@ class Agent:
                 self._workers.start_groups(action.world.generation, action.store)
             case api.StartRehearsal():
                 self._takeovers.order(self._node.slots[action.local_slot], action.rank, action.source)
+            case api.EndRehearsal():
+                self._takeovers.end(self._node.slots[action.local_slot], action.rank)
             case api.Commit(step=step):
                 self._workers.commit(step)
                 self._takeovers.committed(step)

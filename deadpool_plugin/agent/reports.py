@@ -152,8 +152,16 @@ def sentence(event: events.Event) -> str:
                 f"for {waited_s:.0f} s: {'; '.join(parts)}; "
                 f"their output is in rank{ranks[0]:04}.node{node}.log and so on"
             )
-        case events.SpareReady(spare=spare, ranks=ranks):
-            return f"spare node {spare} is ready for rank(s) {listed(ranks)}"
+        case events.SpareReady(spare=spare, ranks=ranks, covered=covered, hosts=hosts):
+            of_all = f" ({covered} of {hosts} hosts)" if hosts > 1 else ""
+            return f"spare node {spare} is ready for rank(s) {listed(ranks)}{of_all}"
+        case events.SpareFull(spare=spare, covered=covered, hosts=hosts):
+            return (
+                f"spare node {spare} rehearses no further host ({covered} of {hosts} are rehearsed; see "
+                "park_memory_gib, or failures above): another one's loss costs a start-up of the script"
+            )
+        case events.CoverLost(spare=spare, ranks=ranks):
+            return f"spare node {spare} has no rehearsed process of rank(s) {listed(ranks)} any more"
         case events.CheckpointCancelled(step=step, path=path, reason=reason):
             return f"the save of step {step} in {path} was interrupted: {reason or 'it is done again'}"
         case events.SwapPlanned(restore_step=step, lost_ranks=lost, duration_s=duration):

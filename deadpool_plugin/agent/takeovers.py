@@ -1,21 +1,21 @@
 """Rehearsals and take-overs: processes that go through a rank's script alone, and plans that give them the rank.
 
 Rules of this file: a rehearsal has one process, one recording and one growing history. Records are pulled from the
-node that runs the rank, in step order, and only up to what is committed. On a spare a rehearsal begins on order and
-follows; on the rank's own node it begins when the rank has lost its process. Survivors of a plan are told at once. A
-further plan cancels what is still under way.
+node that runs the rank, in step order, and only up to what is committed. On a spare a rehearsal begins on order; on the
+rank's own node when the rank has lost its process, or before that (`park_at_home`). A process that has rehearsed and is
+not needed yet is parked: it has given back what a restore overwrites, and follows every FOLLOW_S. Survivors of a plan
+are told at once. A further plan cancels what is still under way.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 
 from .. import events
 from ..core import api, local
 from ..core.placement import LocalSlot, divide
-from ..core.types import NO_STEP, NodeId, Rank, Source, Step, SwapPlan
+from ..core.types import NEVER, NO_STEP, NodeId, Rank, Source, Step, SwapPlan
 from ..errors import DeadpoolError, MemoryShortage, invariant, present
 from ..mirror.records import ROW_STEPS, CallHistory, HistoryPruned, row_end, steps_in
 from ..mirror.wire import RefusedByPeer, how_many_fit
@@ -28,6 +28,10 @@ from .workers import Workers
 PULL_STEPS = 16 * ROW_STEPS  # the most steps of records in one request, which has a connection of its own
 DIFFERS_CODE = 1  # exit code of a job whose data cannot be read again
 SAY_MOVED_S = 10.0  # between two lines about a newcomer on its way
+FOLLOW_S = 0.5  # between two times that a parked process is told of further steps: some 30 at 50 steps/s
+HOME_AFTER_S = 30.0  # of training without a loss, before processes are parked at home
+LOOK_S = 5.0  # between two looks at what else may be parked here, and what may not stay
+MEMORY_FREED_S = 2.0  # until what a process had can be used again
 _RETRY_S = 0.2
 
 
@@ -35,6 +39,7 @@ _RETRY_S = 0.2
 class Rehearsal:
     """A process's rehearsal of its rank. `history` is what has been pulled; `told` the newest step it knows."""
 
+    slot: Slot
     process: Process
     profile: local.RankReady
     source: NodeId
@@ -43,10 +48,16 @@ class Rehearsal:
     doubted: bool = False  # people have been told that it could not be told of the first steps
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    following: asyncio.Task[None] | None = None
+    followed_at: float = 0.0
 
     @property
     def rank(self) -> Rank:
         return self.process.rank
+
+    @property
+    def stands_in(self) -> bool:
+        return self.slot.stand_ins.get(self.rank) is self.process
 
     @property
     def listener(self) -> LocalPeer | None:
@@ -73,72 +84,139 @@ class TakeOvers:
         self._committed: Step = NO_STEP
         self._restore_step: Step = NO_STEP  # of the newest plan
         self._said_at, self._said_of = 0.0, -1
-        self._tasks: dict[Slot, asyncio.Task[None]] = {}
-        self._ordered: dict[Slot, Rank] = {}  # the next rehearsal of each slot, until it has begun
-        self.rehearsals: dict[Slot, Rehearsal] = {}
+        self._beginning: dict[tuple[Slot, Rank], asyncio.Task[None]] = {}  # rehearsals, until they have begun
+        self._home_at, self._home_left = NEVER, 0  # when the first may be parked at home, and how many may be yet
+        self._look_at, self._admitting = NEVER, asyncio.Lock()
+        self.rehearsals: dict[Process, Rehearsal] = {}
 
     # ---- rehearsals
 
     def order(self, slot: Slot, rank: Rank, source: NodeId) -> None:
-        self._ordered[slot] = rank
-        self._run(slot, self._begin_in_time(slot, rank, source))
+        self.end(slot, rank)
+        self._begin_soon(slot, rank, source)
+
+    def end(self, slot: Slot, rank: Rank) -> None:
+        """End what stands in for `rank`, or begins to."""
+        if (task := self._beginning.pop((slot, rank), None)) is not None:
+            task.cancel()
+        self._workers.end_stand_in(slot, rank)
+        self._settle()
 
     def replace(self, slot: Slot) -> None:
-        """Rehearse the rank of a slot that has lost its process, while the others agree on what to do."""
-        if slot.rank in self._store.recordings:
-            self._run(slot, self._begin_in_time(slot, slot.rank, self._node.id))
+        """Have a slot that has lost its process another one, while the others agree on what to do."""
+        if slot.rank in self._store.recordings and not self._promote(slot):
+            self._begin_soon(slot, slot.rank, self._node.id)
 
-    def _run(self, slot: Slot, work: Coroutine[None, None, None]) -> None:
-        self._stop_following(slot)
-        self._tasks[slot] = asyncio.get_running_loop().create_task(work)
+    def _promote(self, slot: Slot) -> bool:
+        if (process := self._workers.promote(slot)) is None:
+            return False
+        self._stop_beginning(slot)
+        self._stop_following(self.rehearsals[process])
+        return True
 
-    def _stop_following(self, slot: Slot) -> None:
-        task = self._tasks.pop(slot, None)
+    def _begin_soon(self, slot: Slot, rank: Rank, source: NodeId, stands_in: bool = False) -> None:
+        if (before := self._beginning.get((slot, rank))) is not None:
+            before.cancel()
+        begins = self._stand_in if stands_in or slot.rank < 0 else self._begin_in_time
+        self._beginning[slot, rank] = asyncio.get_running_loop().create_task(begins(slot, rank, source))
+
+    def _stop_beginning(self, slot: Slot) -> None:
+        for key in [key for key in self._beginning if key[0] is slot]:
+            if (task := self._beginning.pop(key)) is not asyncio.current_task():
+                task.cancel()
+
+    def _stop_following(self, rehearsal: Rehearsal) -> None:
+        task, rehearsal.following = rehearsal.following, None
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
-    async def _begin_in_time(self, slot: Slot, rank: Rank, source: NodeId) -> None:
+    async def _stand_in(self, slot: Slot, rank: Rank, source: NodeId) -> None:
+        """Have a process rehearse `rank` to stand in for it, if there is room."""
+        async with self._admitting:  # one after another: each takes memory that the next one has not
+            began = loop_time()
+            while not await self._has_room():
+                if loop_time() - began >= MEMORY_FREED_S:
+                    self._beginning.pop((slot, rank), None)
+                    if slot.rank < 0:
+                        self._node.feed(api.SpareFull(slot.local_rank, rank))
+                    return
+                await asyncio.sleep(_RETRY_S)
+            await self._begin_in_time(slot, rank, source, stands_in=True)
+
+    async def _begin_in_time(self, slot: Slot, rank: Rank, source: NodeId, stands_in: bool = False) -> None:
         began = loop_time()
         while True:
             try:
-                await self.begin(slot, rank, source)
+                await self.begin(slot, rank, source, stands_in)
                 return
             except DeadpoolError as error:  # who has come to run the rank just now may not hold its recording yet
                 if not isinstance(error, RefusedByPeer) or loop_time() - began >= self._node.config.patience_s:
-                    self._ordered.pop(slot, None)
+                    self._beginning.pop((slot, rank), None)
                     return self._fail(slot, rank, str(error))
             await asyncio.sleep(_RETRY_S)
 
-    async def begin(self, slot: Slot, rank: Rank, source: NodeId) -> Rehearsal:
+    async def begin(self, slot: Slot, rank: Rank, source: NodeId, stands_in: bool = False) -> Rehearsal:
         """Get the rank's recording, from `source` if it is not here, and have a process rehearse it."""
         profile = await self._mirroring.recording(source, rank)
-        process = self._workers.order(slot, rank, rehearses=True)
+        process = self._workers.order(slot, rank, rehearses=True, stands_in=stands_in)
         history = CallHistory(self._node.config.history_limit_bytes)
-        rehearsal = self.rehearsals[slot] = Rehearsal(process, profile, source, history)
-        self._settle(slot)
+        rehearsal = self.rehearsals[process] = Rehearsal(slot, process, profile, source, history)
+        self._beginning.pop((slot, rank), None)
+        self._settle()
         return rehearsal
 
-    def _settle(self, slot: Slot) -> None:
-        self._ordered.pop(slot, None)
-        self._store.drop_prepared({other.rank for other in self.rehearsals.values() if not other.process.ended})
+    def _settle(self) -> None:
+        """Forget rehearsals whose process has ended, and the memory that was reserved for them."""
+        self.rehearsals = {process: one for process, one in self.rehearsals.items() if not process.ended}
+        self._store.drop_prepared({other.rank for other in self.rehearsals.values()})
 
-    def _of(self, slot: Slot, rank: Rank | None = None) -> Rehearsal | None:
-        """Return the rehearsal (of `rank`) that is under way or done in `slot`, if its process lives."""
-        rehearsal = self.rehearsals.get(slot)
-        return rehearsal if rehearsal and not rehearsal.process.ended and rank in (None, rehearsal.rank) else None
+    def _in(self, slot: Slot) -> list[Rehearsal]:
+        """List the rehearsals that are under way or done in `slot`, if their processes live."""
+        return [one for one in self.rehearsals.values() if one.slot is slot and not one.process.ended]
 
-    def introduced(self, slot: Slot, peer: LocalPeer, message: local.WorkerHello) -> None:
-        if (rehearsal := self._of(slot, message.rank)) is not None:
-            peer.send(local.Recording(message.rank, rehearsal.profile.recording))
+    def _of(self, slot: Slot) -> Rehearsal | None:
+        """Return the rehearsal of the slot's rank by the process that is to run it."""
+        return self.rehearsals.get(slot.living) if slot.living is not None and slot.living.rank == slot.rank else None
 
-    def rehearsed(self, slot: Slot, message: local.Rehearsed) -> None:
-        if (rehearsal := self._of(slot, message.rank)) is None:
+    async def _has_room(self) -> bool:
+        """Return whether another process may be parked here: on a spare the first host's always."""
+        slots, parked = self._node.slots, [one for one in self.rehearsals.values() if one.stands_in]
+        running = [slot.running.pid for slot in slots if slot.running is not None]
+        if not running and len(parked) < len(slots):
+            return True
+        if not running and any(one.profile.on_device for one in parked):
+            return False  # what another one takes there is not known
+        done = [one.process.pid for one in parked if one.finished.is_set()]
+        limits = len(parked) - len(done), self._node.config.park_memory_bytes
+        host, count = self._node.host, len(parked)
+        return await host.in_thread(lambda: host.fits_beside(count, done or running, *limits))
+
+    def introduced(self, peer: LocalPeer, process: Process) -> None:
+        if (rehearsal := self.rehearsals.get(process)) is not None:
+            peer.send(local.Recording(process.rank, rehearsal.profile.recording))
+
+    def rehearsed(self, process: Process, message: local.Rehearsed) -> None:
+        if (rehearsal := self.rehearsals.get(process)) is None or process.ended:
             return
         rehearsal.finished.set()
         self._node.reports.emit(events.Rehearsed(rank=message.rank, duration_s=message.duration_s))
-        if slot.rank >= 0:
+        slot = rehearsal.slot
+        if not rehearsal.stands_in:
             return
-        if all(other.finished.is_set() for other in self.rehearsals.values()):
+        if slot.rank < 0:
+            self._stand_by(rehearsal)
+        if process.peer is not None:
+            process.peer.send(local.Park())
+        rehearsal.following = asyncio.get_running_loop().create_task(self._prepare(rehearsal))
+
+    def _is_first(self, rehearsal: Rehearsal) -> bool:
+        """Return whether it is of the host that a spare has rehearsed first."""
+        return self._in(rehearsal.slot)[:1] == [rehearsal] and rehearsal.slot.rank < 0
+
+    def _stand_by(self, rehearsal: Rehearsal) -> None:
+        """Tell the controller of a spare what is rehearsed."""
+        firsts = [other for other in self.rehearsals.values() if self._is_first(other)]
+        if rehearsal in firsts and all(other.finished.is_set() for other in firsts):
             # First: a spare that is short of memory for the mirrors that come with its ranks is not called ready.
             # It stays: another attempt would cost a rehearsal and find no more memory, the last one would cost the
             # spare (and everybody a swap), and the next loss then ends a job whose state it could have saved.
@@ -147,8 +225,7 @@ class TakeOvers:
             except MemoryShortage as error:
                 lost = f"memory here does not hold what node {rehearsal.source} runs and mirrors"
                 self._doubt(rehearsal, f"{lost}: {error}")
-        self._node.feed(api.SpareRehearsed(slot.local_rank, message.rank))
-        self._run(slot, self._prepare(rehearsal))
+        self._node.feed(api.SpareRehearsed(rehearsal.slot.local_rank, rehearsal.rank))
 
     def _doubt(self, rehearsal: Rehearsal, reason: str) -> None:
         self._node.reports.emit(events.RehearsalFailed(rank=rehearsal.rank, reason=reason))
@@ -157,20 +234,50 @@ class TakeOvers:
     async def _prepare(self, rehearsal: Rehearsal) -> None:
         rank, profile = rehearsal.rank, rehearsal.profile
         shape = rank, profile.header_bytes, profile.payload_bytes
-        try:
-            await self._node.host.in_thread(lambda: self._store.prepare_own(*shape))
-        except DeadpoolError as error:
-            self._node.reports.emit(events.Note(text=f"no arena for rank {rank} beforehand: {error}"))
+        if self._is_first(rehearsal):  # once: memory for more is not there
+            try:
+                await self._node.host.in_thread(lambda: self._store.prepare_own(*shape))
+            except DeadpoolError as error:
+                self._node.reports.emit(events.Note(text=f"no arena for rank {rank} beforehand: {error}"))
         await self._follow(rehearsal)
 
     def committed(self, step: Step) -> None:
+        if self._committed == NO_STEP:
+            self._home_at = loop_time() + HOME_AFTER_S
+            self._home_left = len(self._node.slots) + self._node.config.restarts_max
         self._committed = max(self._committed, step)
-        for slot, rehearsal in self.rehearsals.items():
-            task, follows = self._tasks.get(slot), rehearsal.finished.is_set() and slot.rank < 0
-            if follows and not rehearsal.process.ended and (task is None or task.done()):
-                self._run(slot, self._follow(rehearsal))
+        for rehearsal in self.rehearsals.values():
+            follows = rehearsal.stands_in and rehearsal.finished.is_set() and not rehearsal.process.ended
+            if follows and (rehearsal.following is None or rehearsal.following.done()):
+                rehearsal.following = asyncio.get_running_loop().create_task(self._follow(rehearsal))
+        if loop_time() >= self._look_at:
+            self._look_at = loop_time() + LOOK_S
+            parked = [one for one in self.rehearsals.values() if one.stands_in and one.finished.is_set()]
+            if parked and self._node.host.is_short():
+                self._home_left = 0
+                if parked[-1].slot.rank < 0:
+                    self._node.feed(api.SpareShort())
+                else:
+                    self.end(parked[-1].slot, parked[-1].rank)
+            elif loop_time() >= self._home_at and self._home_left > 0:
+                self._park_at_home()
+
+    def _park_at_home(self) -> None:
+        """Have the next rank of this node a process that stands in for it, one after another."""
+        config, slots = self._node.config.park_at_home, self._node.slots
+        if any(not one.finished.is_set() for slot in slots for one in self._in(slot)):
+            return
+        for slot in slots:
+            profile, running = self._mirroring.profiles.get(slot.rank), slot.running
+            wanted = profile is not None and (config or (config is None and not profile.on_device))
+            if wanted and running is not None and running.in_training and slot.rank not in slot.stand_ins:
+                self._home_left -= 1
+                return self._begin_soon(slot, slot.rank, self._node.id, stands_in=True)
 
     async def _follow(self, rehearsal: Rehearsal) -> None:
+        # In batches: beside each of many processes that are parked, every step would cost this host too much.
+        await asyncio.sleep(max(0.0, rehearsal.followed_at + FOLLOW_S - loop_time()))
+        rehearsal.followed_at = loop_time()
         try:
             while rehearsal.told < self._committed and rehearsal.listener is not None:
                 await self.pull(rehearsal, rehearsal.source, self._committed)
@@ -178,9 +285,13 @@ class TakeOvers:
         except DeadpoolError as error:
             self._node.reports.emit(events.Note(text=f"cannot follow rank {rehearsal.rank} now: {error}"))
             refused = isinstance(error, (RefusedByPeer, HistoryPruned))
-            if refused and rehearsal.told == NO_STEP and not rehearsal.doubted:
-                rehearsal.doubted = True  # what a process must begin with may have been dropped for good
+            if not refused or rehearsal.told != NO_STEP or rehearsal.doubted:
+                return
+            rehearsal.doubted = True  # what a process must begin with may have been dropped for good
+            if self._is_first(rehearsal):
                 self._doubt(rehearsal, str(error))
+            else:
+                self._workers.kill(rehearsal.slot, rehearsal.process, str(error))
 
     async def pull(self, rehearsal: Rehearsal, source: NodeId, last: Step) -> None:
         """Have the records up to `last`, from `source`. Raises: TransportError, HistoryPruned."""
@@ -204,57 +315,61 @@ class TakeOvers:
             left_s = (target - step) * (now - began) / (step - first) if first < step <= target else -1.0
             self._node.reports.emit(events.CatchingUp(rank=message.rank, step=step, target=target, left_s=left_s))
 
-    def failing(self, slot: Slot, message: local.Failing) -> None:
+    def failing(self, slot: Slot, process: Process, message: local.Failing) -> None:
         """Report the error a script ends with; before it trains that also ends the rehearsal."""
-        rank, reason = message.rank, message.reason
-        if slot.process is not None:
-            slot.process.failing, slot.process.of_host = reason, message.of_host
-        if slot.pipe is not None and slot.rank == rank:
+        rank, reason, runs = message.rank, message.reason, process is slot.process and slot.rank == message.rank
+        process.failing, process.of_host = reason, message.of_host
+        if slot.pipe is not None and runs:
             slot.pipe.note(f"rank {rank}'s script ended: {reason}")
-        if message.differs and slot.rank == rank and slot.living is not None:
+        if message.differs and runs:
             self._node.reports.emit(events.RehearsalFailed(rank=rank, reason=reason))
             # As any script's failure: another process begins anew; if that reads other data, too, the job ends.
-            self._workers.kill(slot, slot.living, reason, DIFFERS_CODE)
-        elif self._of(slot, rank) is not None:
-            self._fail(slot, rank, reason)
+            self._workers.kill(slot, process, reason, DIFFERS_CODE)
+        elif process in self.rehearsals:
+            self._node.reports.emit(events.RehearsalFailed(rank=rank, reason=reason))
+            self._workers.kill(slot, process, reason)
 
     def _fail(self, slot: Slot, rank: Rank, reason: str) -> None:
+        """Report that a rehearsal could not begin."""
         self._node.reports.emit(events.RehearsalFailed(rank=rank, reason=reason))
-        self._give_up(slot, rank, reason)
-
-    def _give_up(self, slot: Slot, rank: Rank, reason: str) -> None:
-        """Abandon this attempt at `rank`; its process, if there is one, goes."""
-        if (rehearsal := self._of(slot, rank)) is not None:
-            self._workers.kill(slot, rehearsal.process, reason)
-        elif slot.rank == rank:
-            self._node.feed(api.WorkerLost(rank, reason))
-        else:
+        if slot.rank < 0:
             self._node.feed(api.SpareFailed(slot.local_rank, rank, reason))
+        elif slot.living is None:
+            self._node.feed(api.WorkerLost(rank, reason))
 
     def swapped(self, owners: tuple[NodeId, ...], restore_step: Step) -> None:
         """Enter a new world, back at `restore_step`: its nodes are the sources from now on."""
         self._committed = NO_STEP
-        for slot, rank in self._ordered.items():
-            self._run(slot, self._begin_in_time(slot, rank, owners[rank]))
-        for slot, rehearsal in [item for item in self.rehearsals.items() if item[0] not in self._ordered]:
-            source = owners[rehearsal.rank]
-            self._stop_following(slot)
-            if rehearsal.told > restore_step:
-                # A process cannot go back, so another one begins. A plan goes behind what was committed only if more
-                # was lost than `copies` cover.
-                del self.rehearsals[slot]
-                self._run(slot, self._begin_in_time(slot, rehearsal.rank, source))
-            else:
+        for slot, rank in [key for key in self._beginning if key[0].rank < 0]:
+            self._begin_soon(slot, rank, owners[rank])
+        self._settle()
+        for process, rehearsal in list(self.rehearsals.items()):
+            slot, rank, source = rehearsal.slot, rehearsal.rank, owners[rehearsal.rank]
+            self._stop_following(rehearsal)
+            if rehearsal.told <= restore_step:
                 rehearsal.source = source
                 rehearsal.history.truncate(restore_step)
+                continue
+            # A process cannot go back, so another one begins. A plan goes behind what was committed only if more was
+            # lost than `copies` cover.
+            del self.rehearsals[process]
+            if process is slot.process:
+                self._begin_soon(slot, rank, source)
+            else:
+                self._workers.end_stand_in(slot, rank)
+                if slot.rank < 0:
+                    self._node.feed(api.SpareDropped(slot.local_rank, rank))
 
     def drop(self) -> None:
         """Forget every rehearsal and take-over."""
         self.cancel()
+        for rehearsal in self.rehearsals.values():
+            self._stop_following(rehearsal)
         self.rehearsals.clear()
-        self._ordered.clear()
         for slot in self._node.slots:
-            self._stop_following(slot)
+            self._stop_beginning(slot)
+            for rank in list(slot.stand_ins):
+                self._workers.end_stand_in(slot, rank)
 
     # ---- plans
 
@@ -277,8 +392,8 @@ class TakeOvers:
                 self._store.disown(slot.rank)
                 self.done(slot)
                 self._workers.vacate(slot)
-            rehearsal = self._of(slot)
-            seen.append(LocalSlot(slot.rank, slot.serving is not None, rehearsal.rank if rehearsal else -1))
+            rehearses = tuple(one.rank for one in self._in(slot))
+            seen.append(LocalSlot(slot.rank, slot.serving is not None, rehearses))
         staying, placed = divide(ranks, seen)
         left = sorted(set(ranks) - staying.keys() - placed.keys())
         invariant(not left, f"no slot for rank(s) {left}, which are new here")
@@ -288,9 +403,14 @@ class TakeOvers:
             else:
                 self._join(plan, slots[number])
         for rank, number in placed.items():
-            slots[number].rank = rank
-            self._stop_following(slots[number])
-            self._taking.start(self._take_over(plan, slots[number], sources.get(rank)))
+            slot = slots[number]
+            slot.rank = rank
+            self._stop_beginning(slot)
+            self._promote(slot)
+            self._taking.start(self._take_over(plan, slot, sources.get(rank)))
+        for slot in slots if ranks else ():
+            for rank in slot.stand_ins.keys() - {slot.rank}:  # their memory is needed now
+                self.end(slot, rank)
         self._workers.replace_store(plan.store)
 
     def cancel(self) -> None:
@@ -313,7 +433,7 @@ class TakeOvers:
     async def _take_over(self, plan: SwapPlan, slot: Slot, source: Source | None) -> None:
         """Fetch the rank's state (from this node, without `source`), mirror it, and hand it to a ready process."""
         rank, step, timeout_s = slot.rank, plan.restore_step, self._node.config.start_timeout_s
-        rehearsal = self._of(slot, rank)
+        rehearsal = self._of(slot)
         covered = rehearsal is not None and rehearsal.finished.is_set()
         try:
             if rehearsal is None:
@@ -325,7 +445,10 @@ class TakeOvers:
             await rehearsal.tell()
         except (TimeoutError, DeadpoolError) as error:
             reason = str(error) or f"its rehearsal took more than {timeout_s:g} s"
-            return self._give_up(slot, rank, f"could not be taken over: {reason}")
+            reason = f"could not be taken over: {reason}"
+            if (process := slot.living) is not None and process.rank == rank:
+                return self._workers.kill(slot, process, reason)
+            return self._node.feed(api.WorkerLost(rank, reason))
         if not await self._workers.take(slot, rehearsal.process, step):  # its loss is said already
             return
         pair = present(self._store.own(rank), f"rank {rank} is handed over without an arena")
@@ -359,7 +482,8 @@ class TakeOvers:
         self._mirroring.hold(rank, step)
 
     def done(self, slot: Slot) -> None:
-        """Let go of the slot, whose process takes over and rehearses no other rank."""
-        self._stop_following(slot)
-        self.rehearsals.pop(slot, None)
-        self._settle(slot)
+        """Let go of the slot's process, which takes over, and of what has been ordered here before."""
+        self._stop_beginning(slot)
+        if slot.process is not None:
+            self.rehearsals.pop(slot.process, None)
+        self._settle()

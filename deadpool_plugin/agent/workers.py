@@ -76,8 +76,8 @@ class Workers:
 
     def worker(self, peer: LocalPeer, hello: local.WorkerHello) -> None:
         """Take in a process for a slot's newest order, and begin it unless it is to rehearse."""
-        slot, process = self._slot(hello.local_rank), self._slot(hello.local_rank).living
-        if process is None or process.order != hello.order:
+        slot = self._slot(hello.local_rank)
+        if (process := slot.of_order(hello.order)) is None:
             return peer.close()  # an order that has been overtaken
         peer.tag, process.peer, process.pid = slot, peer, hello.pid
         self._processes.watch(
@@ -87,8 +87,7 @@ class Workers:
             peer.send(self._start)
 
     def stack_file(self, slot: Slot, peer: LocalPeer, descriptors: list[int]) -> None:
-        process = slot.living
-        if process is None or process.peer is not peer:
+        if (process := slot.of_peer(peer)) is None or process.ended:
             return close_descriptors(descriptors)
         process.stacks = self._node.host.stacks(descriptors[0], process.pid)
 
@@ -102,19 +101,23 @@ class Workers:
             slot.pipe.note(f"the Python stack of process {process.pid}, which gets no further:\n{text.rstrip()}")
         return frames_of(text) or (text.strip(),)
 
-    def store_offer(self, slot: Slot, message: local.StoreOffer) -> None:
-        process = slot.living
-        if process is not None:  # else these are the last words of one that is known to be dead
+    def store_offer(self, slot: Slot, process: Process, message: local.StoreOffer) -> None:
+        if not process.ended:  # else these are the last words of one that is known to be dead
             process.stores.append(message.address)
+            self._offer(slot)
+
+    def _offer(self, slot: Slot) -> None:
+        """Offer a store of the slot: that of the process that runs its rank, or is to, before any stand-in's."""
+        process = next((process for process in slot.processes if process.stores), None)
+        if process is not None:
             stand_in = process.rehearses and not process.took_over
-            self._node.feed(api.StoreOffered(message.address, slot.local_rank, stand_in))
+            self._node.feed(api.StoreOffered(process.stores[-1], slot.local_rank, stand_in))
 
     def replace_store(self, address: str) -> None:
         """Have the process here that hosts the store at `address` offer another one."""
         # At once, and also if it only stands by: the next loss may leave no other that has one.
-        for slot in self._slots:
-            process = slot.living
-            if process is not None and process.peer is not None and address in process.stores:
+        for process in [process for slot in self._slots for process in slot.processes]:
+            if process.peer is not None and address in process.stores:
                 process.peer.send(local.HostStore())
 
     def form(self, world: World) -> None:
@@ -134,28 +137,65 @@ class Workers:
             if slot.pipe is not None and not slot.pipe.assigned:
                 self._name_output(slot)
 
-    def order(self, slot: Slot, rank: Rank, *, rehearses: bool) -> Process:
-        """Order a fresh process that runs or rehearses `rank`, in the place of the slot's process."""
+    def order(self, slot: Slot, rank: Rank, *, rehearses: bool, stands_in: bool = False) -> Process:
+        """Order a fresh process that runs or rehearses `rank`: in the place of the slot's process, or to stand in."""
         node = self._node
         world = present(node.world, "a process was ordered before the world had formed")
-        if (before := slot.process) is not None:
-            self._mark_ended(before)
-            if before.peer is not None:
-                before.peer.tag = None
-                before.peer.close()
-                before.peer = None
+        if stands_in:
+            self.end_stand_in(slot, rank)
+        elif slot.process is not None:
+            self._mark_ended(slot.process)
+            self._cut_off(slot.process)
         self._orders += 1
         # It takes the ring position of the node that runs the rank now.
         env = worker_env(node.place, world, rank, slot.local_rank, node.host.where[1])
-        slot.order = local.RunRank(rank, env, self._orders, rehearses)
-        slot.process = Process(self._orders, rank, rehearses)
+        slot.order = local.RunRank(rank, env, self._orders, rehearses, stands_in)
+        process = Process(self._orders, rank, rehearses)
+        if stands_in:
+            slot.stand_ins[rank] = process
+        else:
+            slot.process = process
         if slot.standby is not None:
             slot.standby.send(slot.order)
-        return slot.process
+        return process
+
+    def _cut_off(self, process: Process) -> None:
+        if process.peer is not None:
+            process.peer.tag = None
+            process.peer.close()
+            process.peer = None
+
+    def promote(self, slot: Slot) -> Process | None:
+        """Have the stand-in of the slot's rank, if there is one, take the place of the slot's process."""
+        process, before = slot.stand_ins.pop(slot.rank, None), slot.process
+        if process is None:
+            return None
+        if before is not None and not before.ended:
+            self._end(slot, before)
+        slot.process = process
+        if slot.standby is not None:
+            slot.standby.send(local.RunsRank(process.order))
+        self._offer(slot)
+        return process
+
+    def end_stand_in(self, slot: Slot, rank: Rank) -> None:
+        """End a stand-in that is not needed any more; that is no loss."""
+        if (process := slot.stand_ins.pop(rank, None)) is not None:
+            self._end(slot, process)
+
+    def _end(self, slot: Slot, process: Process) -> None:
+        self._mark_ended(process, kills=True)
+        self._cut_off(process)
+        if slot.standby is not None:
+            slot.standby.send(local.EndProcess(process.order))
+        if slot.processes:
+            self._offer(slot)
 
     def vacate(self, slot: Slot) -> None:
         """End what runs or rehearses a slot's rank, which another host has got; the slot stands by."""
         slot.rank = -1
+        for rank in list(slot.stand_ins):
+            self.end_stand_in(slot, rank)
         if slot.living is not None:
             self._mark_ended(slot.living, kills=True)
         self._name_output(slot)
@@ -201,6 +241,8 @@ class Workers:
         self.changed.set()
         self._mark_ended(process)
         if self.ending:
+            if process is not slot.process:
+                return
             if slot.rank >= 0 and (process.took_over or not process.rehearses):
                 self.late_exit_code = max(shell_code(exit_code), self.late_exit_code)
             self._end_standby(slot)
@@ -214,9 +256,13 @@ class Workers:
             self._lost(slot, process, reason, exit_code or 1)
 
     def _lost(self, slot: Slot, process: Process, reason: str, exit_code: int = 0) -> None:
-        if slot.rank < 0:
-            self._node.feed(api.SpareFailed(slot.local_rank, process.rank, reason))
-        elif process.rank == slot.rank:  # else the slot has just been given another rank, whose process is on its way
+        if slot.stand_ins.get(process.rank) is process:
+            del slot.stand_ins[process.rank]
+            self._cut_off(process)  # what it has said last is of no use
+            self._offer(slot)
+            if slot.rank < 0:
+                self._node.feed(api.SpareFailed(slot.local_rank, process.rank, reason))
+        elif process is slot.process and process.rank == slot.rank:  # else another one is on its way
             # First: a node that is alone decides at once, and what it orders then replaces what is begun here.
             self._on_lost(slot)
             lost = api.WorkerFailed(slot.rank, exit_code, reason) if exit_code else api.WorkerLost(slot.rank, reason)
@@ -227,6 +273,8 @@ class Workers:
         if process.ended or self.ending:
             return
         self._mark_ended(process, kills=True)
+        if slot.standby is not None and slot.stand_ins.get(process.rank) is process:
+            slot.standby.send(local.EndProcess(process.order))
         self._lost(slot, process, reason, exit_code)
 
     def _stopped(self, slot: Slot, process: Process, seconds: float) -> None:
@@ -287,7 +335,7 @@ class Workers:
         if not isinstance(slot, Slot):
             return
         self.changed.set()
-        process = slot.process
+        process = slot.of_peer(peer)
         if peer is slot.supervisor:
             slot.supervisor = None
             if not self.ending:
@@ -295,7 +343,7 @@ class Workers:
                 self.give_up(f"supervisor of local rank {slot.local_rank} is gone")
         elif peer is slot.standby:
             slot.standby = None
-        elif process is not None and peer is process.peer:
+        elif process is not None:
             process.peer = None
             if exit_code := self._processes.exit_code(process.pid):
                 self.ended(slot, process, exit_code)
@@ -346,6 +394,8 @@ class Workers:
         else:
             self._processes.kill_paused()
         for slot in self._slots:
+            for rank in list(slot.stand_ins):
+                self.end_stand_in(slot, rank)
             if slot.serving is not None:
                 slot.serving.send(local.End(exit_code))
             else:
@@ -392,8 +442,8 @@ class Workers:
 
     def keep_apart(self, slot: Slot, peer: LocalPeer, descriptors: list[int]) -> None:
         """Assign the file for the output of a rehearsal; until it is open, output stays in the pipe."""
-        process = slot.living
-        if process is None or process.peer is not peer:  # these are the last words of one that is known to be dead
+        process = slot.of_peer(peer)
+        if process is None or process.ended:  # these are the last words of one that is known to be dead
             return close_descriptors(descriptors)
         pipe = self._node.host.pipe(descriptors[0])
         path = self._output_dir / "rehearsals" / f"rank{process.rank:04d}.{process.pid}.txt"

@@ -99,7 +99,7 @@ class Node:
 
 
 class Row(NamedTuple):
-    """One node, as it is shown. `stands_in_for`: the ranks a spare has rehearsed."""
+    """One node, as it is shown. `stands_in_for`: the ranks that a spare has rehearsed."""
 
     node: NodeId
     host: str
@@ -237,7 +237,7 @@ class JobView:
         if node.ranks:
             return "active"
         tasks = tuple(task.rank for task in rehearsals(self.world) if task.spare == number) if self.world else ()
-        return "rehearsing" if self.training and not node.cannot and node.ready_for != tasks else "spare"
+        return "rehearsing" if self.training and not node.cannot and not {*tasks} <= {*node.ready_for} else "spare"
 
     def rows(self) -> list[Row]:
         rows = []
@@ -283,7 +283,9 @@ class JobView:
             case events.TrainingStarted():
                 self._all_in_training(event)
             case events.SpareReady():
-                node.ready_for, node.cannot = event.ranks, False
+                node.ready_for, node.cannot = tuple(sorted({*node.ready_for, *event.ranks})), False
+            case events.CoverLost():
+                node.ready_for = tuple(rank for rank in node.ready_for if rank not in event.ranks)
             case events.RehearsalFailed():
                 node.cannot = True
             case events.StepDone():
@@ -372,6 +374,7 @@ class JobView:
             node = self.nodes[number]
             before, node.ranks = node.ranks, world.ranks_of(number)
             node.training = node.training and before == node.ranks
+            node.ready_for = () if node.ranks else node.ready_for
 
     def _accused(self, number: NodeId) -> list[float]:
         """Return since when the nodes that are still in the job count this one as lost."""

@@ -103,6 +103,24 @@ class SpareUnable(Input, frozen=True):
     reason: str  # why the rehearsal lives on but cannot take over; another attempt would change nothing
 
 
+class SpareDropped(Input, frozen=True):
+    """A rehearsal is over although nothing has failed: it has followed further than the world went back."""
+
+    local_slot: int
+    rank: Rank
+
+
+class SpareFull(Input, frozen=True):
+    """No memory is left for a rehearsal that was ordered, and that has not begun."""
+
+    local_slot: int
+    rank: Rank
+
+
+class SpareShort(Input, frozen=True):
+    """The memory of a spare runs short: a host that it has rehearsed is to be given up."""
+
+
 class RecordsDropped(Input, frozen=True):
     """Records of the first steps of a rank of this node are dropped: only who has followed it can take it over."""
 
@@ -141,6 +159,13 @@ class StartRehearsal(Action, frozen=True):
     local_slot: int
     rank: Rank
     source: NodeId
+
+
+class EndRehearsal(Action, frozen=True):
+    """End a rehearsal, done or under way, to make room."""
+
+    local_slot: int
+    rank: Rank
 
 
 class Commit(Action, frozen=True):

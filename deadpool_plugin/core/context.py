@@ -7,7 +7,7 @@ nothing is said any more. One's own pause is no evidence about others: what they
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -90,6 +90,7 @@ class Context:
         self.coordinator: NodeId = -1  # the lowest living member, as far as this node knows; -1 in a world of none
         self.leads = False  # this node coordinates, as far as it knows
         self.candidates: dict[NodeId, str] = {}  # hosts that ask to become members, with their racks ("" for none)
+        self.faults = Counter[NodeId]()  # processes that each host has lost and replaced, as far as this node knows
 
         # Words and deeds of this node.
         self.actions: list[Action] = []
@@ -138,6 +139,7 @@ class Context:
         if not self.formed:
             self.formed, self.formed_at = True, asked_at
         self.world, self.decided, self.plan = plan.world, decided, plan
+        self.faults.update(plan.world.node_of[rank] for rank in plan.lost_ranks)
         self.begins_at_top = plan.restore_step == NO_STEP
         self.committed = NO_STEP
         self.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen

@@ -46,9 +46,7 @@ class Coverage:
         return tuple(node for node in pruned if not any(self._follows(spare, node) for spare in able))
 
     def _follows(self, spare: NodeId, node: NodeId) -> bool:
-        tasks = {(task.local_slot, task.rank) for task in rehearsals(self._world) if task.spare == spare}
-        ranks = {rank for _, rank in tasks}
-        return ranks == {*self._world.ranks_of(node)} and tasks <= {*self.reports[spare].rehearsed}
+        return {*self._world.ranks_of(node)} <= {rank for _, rank in self.reports[spare].rehearsed}
 
     def why(self, uncovered: tuple[NodeId, ...]) -> str:
         """The reason that `uncovered` are, for people; "" if none is."""
@@ -143,7 +141,7 @@ class Coordination:
                 ctx.emit(TrainingStarted())
             if ctx.plan is not None:
                 ctx.emit(SwapDone(ctx.now - ctx.swap_since))
-            for task in rehearsals(ctx.world):
+            for task in rehearsals(ctx.world, ctx.faults):
                 if (task.local_slot, task.rank) not in self._coverage.reports[task.spare].rehearsed:
                     ctx.send(task.spare, Rehearse(ctx.world.generation, task.local_slot, task.rank))
         if self._has_news:

@@ -27,6 +27,25 @@ class TrainingStarted(Event, frozen=True):
 
 
 class SpareReady(Event, frozen=True):
+    """A spare has rehearsed one more host: its `ranks`. It has `covered` hosts now, `hosts` in all run ranks."""
+
+    spare: int = -1
+    ranks: tuple[int, ...] = ()
+    covered: int = 1
+    hosts: int = -1
+
+
+class SpareFull(Event, frozen=True):
+    """A spare has no memory left to rehearse another host, or could not rehearse it; `covered` hosts are rehearsed."""
+
+    spare: int = -1
+    covered: int = 0
+    hosts: int = -1
+
+
+class CoverLost(Event, frozen=True):
+    """Ranks that a spare has rehearsed are not any more: their processes have ended."""
+
     spare: int = -1
     ranks: tuple[int, ...] = ()
 

@@ -217,7 +217,7 @@ def plan_swap(
     joined: Mapping[NodeId, str] = {},  # with their racks, "" for none
     may_start_over: bool = False,  # nothing is committed and nobody knows of training: the script may begin again
     copies: int = 1,
-    able: tuple[NodeId, ...] = (),  # the spares that have rehearsed some rank
+    covers: Mapping[NodeId, Mapping[Rank, bool]] = {},  # what spares rehearse, and whether each is done
     suspicions: tuple[Suspicion, ...] = (),
     doubted: Collection[NodeId] = (),  # whose ranks move as far as there are spares
 ) -> SwapPlan | Unrecoverable:
@@ -232,7 +232,7 @@ def plan_swap(
         point = RestorePoint(NO_STEP, ())
     if isinstance(point, str):
         return Unrecoverable(point, vacant, newest_committed)
-    after = world_after(world, lost, joined, copies, able, vacated)
+    after = world_after(world, lost, joined, copies, covers, vacated)
     if after is None:
         spares = sum(spare in survivors for spare in world.spares) + len(joined)
         what = "no spare is left" if spares == 0 else f"only {spares} spare(s) are left"

@@ -47,10 +47,19 @@ class StandbyHello(LocalMessage, frozen=True):
 
 
 class RunRank(LocalMessage, frozen=True):
-    rank: Rank  # of the process to fork, which begins the script or rehearses it; the one before is killed
+    rank: Rank  # of the process to fork, which begins the script or rehearses it
     env: dict[str, str]  # is set before the user's script runs
-    order: Count = 0  # how many this standby process was told to fork
+    order: Count = 0  # how many this node's standby processes were told to fork
     rehearses: bool = False
+    stands_in: bool = False  # else the process before it, which runs the slot's rank or is to, is ended first
+
+
+class RunsRank(LocalMessage, frozen=True):
+    order: Count  # whose process, a stand-in so far, is the one that runs the slot's rank from now on
+
+
+class EndProcess(LocalMessage, frozen=True):
+    order: Count  # whose process is to be ended, with all that it has started
 
 
 class WorkerExited(LocalMessage, frozen=True):
@@ -110,6 +119,7 @@ class RankReady(LocalMessage, frozen=True):
     layout_hash: str
     replicas: tuple[Rank, ...]  # who has the same payload
     recording: bytes  # of its start-up collectives (opaque), which a rehearsal replays
+    on_device: bool = False  # some of its state is in a device's memory
 
 
 class ArenaHandOver(LocalMessage, frozen=True):
@@ -152,6 +162,10 @@ class Rehearsed(LocalMessage, frozen=True):
 
 class History(LocalMessage, frozen=True):
     records: list[bytes]  # of the calls of the next steps (all committed), from the rank's first one on
+
+
+class Park(LocalMessage, frozen=True):
+    """A rehearser will wait for long: it gives back the memory that a restore overwrites."""
 
 
 class Moved(LocalMessage, frozen=True):
@@ -212,8 +226,9 @@ class WorkerEvent(LocalMessage, frozen=True):
 
 
 AnyLocalMessage = (
-    SupervisorHello | StandbyExited | Leaving | End | StandbyHello | RunRank | WorkerExited | CannotEnd | WorkerHello
-    | RehearsalOutput | StackFile | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver | Staged
-    | Committed | Abort | Join | Recording | Rehearsed | History | Moved | WorkerMoved | ConnectionBroke | TakeOver
-    | Unwound | Saving | WorkerRestored | OutOfReach | CheckpointSaved | Failing | WorkerFinished | WorkerEvent
+    SupervisorHello | StandbyExited | Leaving | End | StandbyHello | RunRank | RunsRank | EndProcess | WorkerExited
+    | CannotEnd | WorkerHello | RehearsalOutput | StackFile | StoreOffer | HostStore | StartGroups | RankReady
+    | ArenaHandOver | Staged | Committed | Abort | Join | Recording | Rehearsed | History | Park | Moved | WorkerMoved
+    | ConnectionBroke | TakeOver | Unwound | Saving | WorkerRestored | OutOfReach | CheckpointSaved | Failing
+    | WorkerFinished | WorkerEvent
 )  # fmt: skip

@@ -47,7 +47,7 @@ class Report(OfGeneration, frozen=True):
 
     holdings: tuple[Holding, ...] = ()  # everything this node can serve
     ready: tuple[Rank, ...] = ()  # in training in this generation, or restored into it
-    rehearsed: tuple[tuple[Count, Rank], ...] = ()  # what a spare has ready in each local slot
+    rehearsed: tuple[tuple[Count, Rank], ...] = ()  # what a spare has ready, each with its local slot
     finished: tuple[Rank, ...] = ()  # whose script has ended well
     store: str = ""  # where a worker of this node offers a fresh one for the *next* group build
     checkpoint: Checkpoint = Checkpoint()  # the newest one a rank of this node has finished saving
@@ -55,7 +55,7 @@ class Report(OfGeneration, frozen=True):
     sent_at: float = NEVER  # by the sender's clock; for this and the next see contact.py
     heard: float = NEVER  # `sent_at` of the newest Status heard of that coordinator in this generation
     moved: Count = 0  # grows while processes of this node say that they get on
-    able: bool = False  # this spare has rehearsed what it was told to
+    able: bool = False  # this spare has rehearsed a host
     unable: str = ""  # why it could not take over all the same
     pruned: bool = False  # records of first steps of this node's ranks are dropped
     broken: tuple[NodeId, ...] = ()  # the other end of the training connection that is `stuck` (the sender: not known)
@@ -162,7 +162,7 @@ class Promise(OfBallot, frozen=True):
     committed: Step = NO_STEP  # the newest step it knows to be committed, which no plan since has undone
     training: bool = False  # it knows that training has begun
     checkpoint: Checkpoint = Checkpoint()
-    able: bool = False  # it stands by and has rehearsed some rank
+    covers: tuple[tuple[Rank, bool], ...] = ()  # a spare's rehearsals, and whether each is done
 
 
 class Propose(OfBallot, frozen=True):

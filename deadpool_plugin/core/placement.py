@@ -64,26 +64,48 @@ def copies_needed(world: World, copies: int) -> int:
     return min(copies, len(world.members) - 1)
 
 
-def rehearsals(world: World) -> tuple[RehearsalTask, ...]:
-    """Give every spare its rehearsals: spare i the ranks of active node i (modulo their number), one a local slot."""
-    ring = world.active
+def rehearsal_order(world: World, spare: NodeId, faults: Mapping[NodeId, int] = {}) -> tuple[NodeId, ...]:
+    """Order the active nodes as `spare` rehearses them: its own share first, and in it those with most `faults`.
+
+    Spares divide the hosts in turn. One that is through with its share goes on with those of the others.
+    """
+    ring, number, spares = world.active, world.spares.index(spare), len(world.spares)
+    likely = sorted(range(len(ring)), key=lambda place: -faults.get(ring[place], 0))
+    turns = sorted(range(len(ring)), key=lambda turn: (turn - number) % spares)
+    return tuple(ring[likely[turn]] for turn in turns)
+
+
+def rehearsals(world: World, faults: Mapping[NodeId, int] = {}) -> tuple[RehearsalTask, ...]:
+    """Give every spare its first rehearsals: the ranks of one active node, one a local slot."""
+    firsts = ((spare, rehearsal_order(world, spare, faults)[0]) for spare in world.spares)
     return tuple(
-        RehearsalTask(spare, slot, rank, source=ring[index % len(ring)])
-        for index, spare in enumerate(world.spares)
-        for slot, rank in enumerate(world.ranks_of(ring[index % len(ring)]))
+        RehearsalTask(spare, slot, rank, source=node)
+        for spare, node in firsts
+        for slot, rank in enumerate(world.ranks_of(node))
     )
 
 
-def takers_of(world: World, lost: Nodes, joined: Nodes = (), able: Nodes = ()) -> dict[NodeId, NodeId] | None:
-    """Lost active node -> the spare or `joined` host that takes its ranks as a whole, or None if there are too few."""
+def takers_of(
+    world: World, lost: Nodes, joined: Nodes = (), covers: Mapping[NodeId, Mapping[Rank, bool]] = {}
+) -> dict[NodeId, NodeId] | None:
+    """Lost active node -> the spare or `joined` host that takes its ranks as a whole, or None if there are too few.
+
+    Args: covers: spare -> rank -> whether the rank is rehearsed there; else that is under way.
+    """
     free = [spare for spare in (*world.spares, *joined) if spare not in lost]
     vacant = [node for node in world.active if node in lost]
     if len(vacant) > len(free):
         return None
-    rehearsed = {(task.source, task.spare) for task in rehearsals(world)}
+    firsts = {(task.source, task.spare) for task in rehearsals(world)}
+    able = {spare for spare, ranks in covers.items() if any(ranks.values())}
+
+    def worst(pair: tuple[NodeId, NodeId]) -> tuple[int, bool, int, bool]:
+        found = [covers.get(pair[1], {}).get(rank) for rank in world.ranks_of(pair[0])]
+        # One that has rehearsed nothing may compile for minutes.
+        return -found.count(True), pair[1] not in able, -found.count(False), pair not in firsts
+
     takers: dict[NodeId, NodeId] = {}
-    # One that is not `able` may compile for minutes; of equals goes the one that rehearses the node, then the first.
-    for node, spare in sorted(product(vacant, free), key=lambda pair: (pair[1] not in able, pair not in rehearsed)):
+    for node, spare in sorted(product(vacant, free), key=worst):
         if node not in takers and spare not in takers.values():
             takers[node] = spare
     return takers
@@ -94,12 +116,12 @@ def world_after(
     lost: Nodes,
     joined: Mapping[NodeId, str] = {},  # with their racks, "" for none
     copies: int = 1,
-    able: Nodes = (),
+    covers: Mapping[NodeId, Mapping[Rank, bool]] = {},  # as in takers_of
     vacated: Nodes = (),
 ) -> World | None:
     """The next world without the `lost` nodes, with the `joined` hosts as spares after those of before, and the
     `vacated` ones, which live and whose ranks move, as the last ones; None if spares run out."""
-    takers = takers_of(world, {*lost, *vacated}, joined, able)
+    takers = takers_of(world, {*lost, *vacated}, joined, covers)
     if takers is None:
         return None
     gone = set(lost) | set(takers.values())
@@ -194,7 +216,7 @@ class LocalSlot(msgspec.Struct, frozen=True):
 
     rank: Rank  # what it has run so far
     serves: bool  # its process lives and runs that rank
-    rehearses: Rank = -1  # what its process rehearses, or has rehearsed
+    rehearses: tuple[Rank, ...] = ()  # what processes of it rehearse, or have rehearsed
 
 
 def divide(ranks: Sequence[Rank], slots: Sequence[LocalSlot]) -> tuple[dict[Rank, int], dict[Rank, int]]:
@@ -203,7 +225,7 @@ def divide(ranks: Sequence[Rank], slots: Sequence[LocalSlot]) -> tuple[dict[Rank
     free = {n: slot for n, slot in enumerate(slots) if not slot.serves}
     vacant, placed = [rank for rank in ranks if rank not in staying], dict[Rank, int]()
     for choice, rank, (number, slot) in product(range(3), vacant, free.items()):
-        fits = (slot.rank == rank, slot.rehearses == rank, slot.rank < 0)[choice]  # its own slot first
+        fits = (slot.rank == rank, rank in slot.rehearses, slot.rank < 0)[choice]  # its own slot first
         if fits and rank not in placed and number not in placed.values():
             placed[rank] = number
     return staying, placed

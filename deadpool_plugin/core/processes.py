@@ -88,7 +88,7 @@ class Processes:
                 report,
                 holdings=self.holdings,
                 ready=tuple(sorted(self._ready)),
-                rehearsed=tuple(sorted(self.rehearsing.rehearsed.items())),
+                rehearsed=tuple(sorted(self.rehearsing.rehearsed)),
                 finished=tuple(sorted(self._finished)),
                 store=self.store,
                 moved=self._moves,
@@ -138,6 +138,12 @@ class Processes:
                 self.rehearsing.failed(local_slot, rank, reason)
             case api.SpareUnable(reason):
                 self.rehearsing.doubt(reason)
+            case api.SpareDropped(local_slot, rank):
+                self.rehearsing.dropped(local_slot, rank)
+            case api.SpareFull(local_slot, rank):
+                self.rehearsing.full(local_slot, rank)
+            case api.SpareShort():
+                self.rehearsing.short()
             case api.WorkerLost(rank, reason):
                 return self._lose(Failure(rank, -1, reason))
             case api.WorkerFailed(rank, exit_code, reason):

@@ -3,23 +3,34 @@ command that brings one.
 
 Rules of this file: a host asks every member, each heartbeat, until it is in or there is no hope left. A member
 remembers who asks as long as the connection lasts; only the coordinator acts on it, and the host is nobody's voter.
-A slot has one task, the newest. A rehearsal that fails is ordered again, at once and then after pauses that double,
-within the same budget as a lost process; then the node gives up. What fails for want of a lost source does not count.
-Only the coordinator runs `spare_command`.
+A spare begins with the host it is told to rehearse. Then it goes on with the others by itself, WAYS hosts at once,
+while there is room. A rehearsal that fails is ordered again, at once and then after pauses that double, within the same
+budget as a lost process; then the node leaves it at the hosts that it has rehearsed, and gives up if there are none.
+What fails for want of a lost source does not count. Only the coordinator runs `spare_command`.
 """
 
 from __future__ import annotations
 
-from .api import RunSpareCommand, SpareCommandEnded, StartRehearsal
+from .api import EndRehearsal, RunSpareCommand, SpareCommandEnded, StartRehearsal
 from .context import Context
-from .events import SpareCommandDone, SpareCommandExhausted, SpareCommandFailed, SpareCommandStarted, SpareReady
+from .events import (
+    CoverLost,
+    SpareCommandDone,
+    SpareCommandExhausted,
+    SpareCommandFailed,
+    SpareCommandStarted,
+    SpareFull,
+    SpareReady,
+)
 from .messages import AnyMessage, Decided, Goodbye, JoinRequest, Rehearse, Status, Verdict
+from .placement import rehearsal_order
 from .policy import Budget
 from .types import NEVER, NodeId, Rank
 
 REASON_MAX = 200  # characters: it goes into every report
 ATTEMPTS_MAX, ATTEMPTS_WINDOW_S = 10, 86400.0  # runs of spare_command within a day that bring no host
 RETRY_MAX_S = 600.0  # between two of them
+WAYS = 4  # hosts that a spare rehearses at the same time, after its first: a start-up waits for storage, too
 
 
 class JoinAttempt:
@@ -142,50 +153,60 @@ class SpareSupply:
 
 
 class Rehearsing:
-    """The rehearsals that one spare was told to make, and their progress."""
+    """The rehearsals of one spare, and their progress. Each is named by its local slot and rank."""
 
     def __init__(self, context: Context) -> None:
         self._ctx = context
-        self.rehearsed: dict[int, Rank] = {}
-        self.able = False  # all that this node was told to rehearse is rehearsed, and nothing has failed since
+        self.rehearsed: set[tuple[int, Rank]] = set()
+        self.able = False  # some host is rehearsed here, and nothing has failed since that would speak against it
         self.unable = ""  # why it could not take over, "" if nothing speaks against it
-        self._tasks: dict[int, tuple[Rank, NodeId]] = {}  # each slot's rank, and the node that ran that then
+        self._tasks: dict[tuple[int, Rank], NodeId] = {}  # done or under way, and the node that ran that rank then
         self._attempts = Budget(context.policy.restarts_max, context.policy.restarts_window_s)
         self._failed = 0  # attempts that have come to nothing within the window
         self._failed_at = NEVER
-        self._retry_at: dict[int, float] = {}
-        self._able_at: float | None = None  # who has failed before is able only if it has not failed again until then
-        self._doubted = False  # the current rehearsal is of no use
+        self._retry_at: dict[tuple[int, Rank], float] = {}
+        self._ready_at: dict[NodeId, float] = {}
+        """When a host counts as rehearsed: where one has failed, only if it has not failed again until then."""
+        self._doubted = False  # the rehearsals are of no use
+        self._is_full = False  # in this generation there is no room for another host
+        self._is_through = True  # since all was found rehearsed, or under way, nothing of that has changed
+
+    @property
+    def covers(self) -> tuple[tuple[Rank, bool], ...]:
+        """The ranks whose rehearsal is done (True) or under way."""
+        return tuple(sorted((rank, (slot, rank) in self.rehearsed) for slot, rank in self._tasks))
 
     def ordered(self, message: Rehearse) -> None:
-        ctx, slot = self._ctx, message.local_slot
+        ctx, task = self._ctx, (message.local_slot, message.rank)
         if message.generation != ctx.world.generation or ctx.swapping or ctx.node not in ctx.world.spares:
             return
-        task = (message.rank, ctx.world.node_of[message.rank])
-        if self.rehearsed.get(slot) != message.rank and self._tasks.get(slot) != task:
-            self._start(slot, *task)
+        source = ctx.world.node_of[message.rank]
+        if task not in self.rehearsed and self._tasks.get(task) != source:
+            self._start(*task)
 
-    def _start(self, slot: int, rank: Rank, source: NodeId) -> None:
-        self._tasks[slot] = (rank, source)
+    def _start(self, slot: int, rank: Rank) -> None:
+        source = self._tasks[slot, rank] = self._ctx.world.node_of[rank]
         self._doubted = False
-        self._retry_at.pop(slot, None)
-        self.rehearsed.pop(slot, None)
+        self._retry_at.pop((slot, rank), None)
+        self._uncover((slot, rank))
         self._ctx.act(StartRehearsal(slot, rank, source))
 
     def done(self, slot: int, rank: Rank) -> None:
-        if self.rehearsed.get(slot) != rank:
-            self.rehearsed[slot] = rank
-            self._retry_at.pop(slot, None)
-            if self._is_ready:
-                self._able_at = self._ctx.now + self._pause_s
-                self.tick()
-            self._ctx.note()
+        ctx = self._ctx
+        if (slot, rank) not in self._tasks or (slot, rank) in self.rehearsed or ctx.node not in ctx.world.spares:
+            return
+        self.rehearsed.add((slot, rank))
+        self._retry_at.pop((slot, rank), None)
+        if (node := ctx.world.node_of[rank]) in self._covered:
+            self._ready_at[node] = ctx.now + self._pause_s
+            self.tick()
+        ctx.note()
 
     @property
-    def _is_ready(self) -> bool:
-        """Return whether all that this node was told to rehearse is rehearsed."""
-        wanted = {slot: rank for slot, (rank, _) in self._tasks.items()}
-        return self._ctx.node in self._ctx.world.spares and bool(wanted) and self.rehearsed == wanted
+    def _covered(self) -> list[NodeId]:
+        """The hosts of which every rank is rehearsed here."""
+        world, ranks = self._ctx.world, {rank for _, rank in self.rehearsed}
+        return [node for node in world.active if ranks.issuperset(world.ranks_of(node))]
 
     @property
     def _pause_s(self) -> float:
@@ -193,53 +214,115 @@ class Rehearsing:
         return self._ctx.timing.silent_after_s * 2.0 ** (self._failed - 2) if self._failed > 1 else 0.0
 
     def tick(self) -> None:
-        """Begin what was put off, and believe a spare that has not failed again."""
+        """Begin what was put off, believe a spare that has not failed again, and go on with the next hosts."""
         ctx = self._ctx
-        for slot in [slot for slot, at in self._retry_at.items() if ctx.now >= at]:
-            self._start_again(slot)
-        if self._able_at is not None and ctx.now >= self._able_at and self._is_ready:
-            self._able_at = None
-            if not self._doubted:
+        for task in [task for task, at in self._retry_at.items() if ctx.now >= at]:
+            self._start_again(task)
+        for node in [node for node, at in self._ready_at.items() if ctx.now >= at]:
+            del self._ready_at[node]
+            if not self._doubted and node in self._covered:
                 self._set_able(True)
-                ctx.emit(SpareReady(ctx.node, tuple(self._tasks[slot][0] for slot in sorted(self._tasks))))
+                ctx.emit(SpareReady(ctx.node, ctx.world.ranks_of(node), len(self._covered), len(ctx.world.active)))
+                self._is_through = False
+        if not (self._is_through or self._is_full) and self.able and ctx.training and not ctx.swapping:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Rehearse the likeliest hosts that are not rehearsed here."""
+        ctx = self._ctx
+        under_way = {ctx.world.node_of[rank] for _, rank in self._tasks.keys() - self.rehearsed}
+        self._is_through = True
+        for node in rehearsal_order(ctx.world, ctx.node, ctx.faults):
+            missing = [task for task in enumerate(ctx.world.ranks_of(node)) if task not in self.rehearsed]
+            if missing and node not in under_way and len(under_way) < WAYS:
+                under_way.add(node)
+                for task in missing:
+                    self._start(*task)
 
     def _set_able(self, able: bool, unable: str = "") -> None:
-        self.able, self.unable = able, unable[:REASON_MAX]
+        self.able, self.unable = able, "" if able else unable[:REASON_MAX]
         self._ctx.note()
 
     def doubt(self, reason: str) -> None:
-        """Note that the rehearsal is of no use, and that another attempt would be of none either."""
+        """Note that the rehearsals are of no use, and that another attempt would be of none either."""
         self._set_able(False, reason)
         self._doubted = True
 
     def failed(self, slot: int, rank: Rank, reason: str) -> None:
-        ctx, task = self._ctx, self._tasks.get(slot)
-        if task is not None and task[0] != rank:
-            return  # of a task that has been overtaken
-        is_fault = task is None or not self._is_lost(task[1])
-        if task is None or (is_fault and not self._attempts.spend(slot, ctx.now)):
-            ctx.resign(f"rehearsal of rank {rank} failed: {reason}")
-            return
-        self._able_at = None
-        self.rehearsed.pop(slot, None)
-        ctx.note()
+        ctx, task = self._ctx, (slot, rank)
+        if (source := self._tasks.get(task)) is None:
+            return  # it has been given up
+        node, is_fault = ctx.world.node_of[rank], not self._is_lost(source)
+        self._ready_at.pop(node, None)
+        self._uncover(task)
+        self._is_through = False
+        if is_fault and not self._attempts.spend(task, ctx.now):
+            if not self._covered:
+                return ctx.resign(f"rehearsal of rank {rank} failed: {reason}")
+            return self._stop_at(node)
         if is_fault:
             recent = ctx.now - self._failed_at < ctx.policy.restarts_window_s
             self._failed, self._failed_at = self._failed + 1 if recent else 1, ctx.now
-            self._set_able(False, f"rank {rank}: {reason}")
-        self._start_again(slot, self._pause_s if is_fault else 0.0)
+            self._set_able(bool(self._covered), f"rank {rank}: {reason}")
+        self._start_again(task, self._pause_s if is_fault else 0.0)
 
-    def _start_again(self, slot: int, pause_s: float = 0.0) -> None:
+    def dropped(self, slot: int, rank: Rank) -> None:
+        if (slot, rank) in self._tasks:
+            self._uncover((slot, rank))
+            self._start_again((slot, rank))
+
+    def full(self, slot: int, rank: Rank) -> None:
+        """Make room for a host by giving up one that is less likely to be lost, or stop at what is rehearsed."""
+        ctx = self._ctx
+        if (slot, rank) not in self._tasks.keys() - self.rehearsed or ctx.swapping:
+            return
+        node, order = ctx.world.node_of[rank], rehearsal_order(ctx.world, ctx.node, ctx.faults)
+        least = max((ctx.world.node_of[one] for _, one in self._tasks), key=order.index)
+        if least == node:
+            self._stop_at(node)
+        else:
+            self._give_up(least)
+            self._start(slot, rank)
+
+    def short(self) -> None:
+        """Give up the host that is least likely lost, but never the only one."""
+        ctx, covered = self._ctx, self._covered
+        if len(covered) > 1 and ctx.node in ctx.world.spares and not ctx.swapping:
+            order = rehearsal_order(ctx.world, ctx.node, ctx.faults)
+            self._stop_at(max(covered, key=order.index))
+
+    def _give_up(self, node: NodeId) -> None:
+        """End all rehearsals of a host."""
+        given_up = [task for task in sorted(self._tasks) if self._ctx.world.node_of[task[1]] == node]
+        self._uncover(*given_up)
+        for task in given_up:
+            del self._tasks[task]
+            self._retry_at.pop(task, None)
+            self._ctx.act(EndRehearsal(*task))
+
+    def _stop_at(self, node: NodeId) -> None:
+        """Give up `node`, and begin with no other host in this generation."""
+        self._give_up(node)
+        self._is_full = True
+        self._ctx.emit(SpareFull(self._ctx.node, len(self._covered), len(self._ctx.world.active)))
+
+    def _uncover(self, *ended: tuple[int, Rank]) -> None:
+        """Say that these are rehearsed no more, if they were."""
+        if lost := self.rehearsed.intersection(ended):
+            self.rehearsed -= lost
+            self._ctx.note()
+            self._ctx.emit(CoverLost(self._ctx.node, tuple(sorted(rank for _, rank in lost))))
+
+    def _start_again(self, task: tuple[int, Rank], pause_s: float = 0.0) -> None:
         """Order it again; while fenced leave that to the next generation, whose nodes may be other ones."""
-        ctx, (rank, before) = self._ctx, self._tasks.pop(slot)
-        self._retry_at.pop(slot, None)
-        source = ctx.world.node_of[rank]
-        if ctx.swapping or self._is_lost(source):
+        ctx, before = self._ctx, self._tasks.pop(task)
+        self._retry_at.pop(task, None)
+        if ctx.swapping or self._is_lost(ctx.world.node_of[task[1]]):
             return
         if pause_s > 0.0:
-            self._tasks[slot], self._retry_at[slot] = (rank, before), ctx.now + pause_s
+            self._tasks[task], self._retry_at[task] = before, ctx.now + pause_s
         else:
-            self._start(slot, rank, source)
+            self._start(*task)
 
     def _is_lost(self, node: NodeId) -> bool:
         return node in self._ctx.suspects or node not in self._ctx.world.members
@@ -248,9 +331,9 @@ class Rehearsing:
         """Drop the rehearsals of a node that runs ranks now, and those of a start that did not happen."""
         ctx = self._ctx
         is_spare = ctx.node in ctx.world.spares
+        self._is_full = self._is_through = False
         if not is_spare or ctx.begins_at_top:
-            self._tasks.clear()
-            self._retry_at.clear()
-            self.rehearsed.clear()
+            for of_before in (self._tasks, self._retry_at, self._ready_at, self.rehearsed):
+                of_before.clear()
         if not is_spare:
             self._set_able(False)

@@ -239,7 +239,7 @@ class Swaps:
             joined={node: ctx.candidates[node] for node in ctx.joinable},
             may_start_over=not ctx.has_trained and ctx.newest_committed == NO_STEP,
             copies=ctx.policy.copies,
-            able=tuple(node for node, promise in promises.items() if promise.able),
+            covers={node: dict(promise.covers) for node, promise in promises.items() if promise.covers},
             suspicions=tuple(self._processes.suspicions(failed.values()).values()),
             doubted={ctx.world.node_of[rank] for rank in doubted},
         )

@@ -104,7 +104,7 @@ class Voter:
                 committed=ctx.newest_committed,
                 training=ctx.has_trained,
                 checkpoint=ctx.checkpoint,
-                able=bool(self._processes.rehearsing.rehearsed),
+                covers=self._processes.rehearsing.covers,
             )
             ctx.send(promised.node, promise)
 

@@ -26,6 +26,7 @@ from ..config import Config
 from ..core.local import AnyLocalMessage
 from ..core.types import NodeId
 from ..errors import ConfigError, TransportError
+from ..mirror.arena import budgets
 from ..mirror.store import SnapshotStore
 from ..mirror.transfers import BulkTransfers
 from ..transport.handshake import Credentials
@@ -193,6 +194,22 @@ class Machine:
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Return what `work` does, which blocks for memory. If its caller is cancelled it goes on all the same."""
         return await asyncio.get_running_loop().run_in_executor(self._memory, work)
+
+    def fits_beside(self, parked: int, like: Sequence[int], starting: int, limit_bytes: float | None) -> bool:
+        """Return whether memory allows one more process beside those that are `parked`. Blocks: some ms a GiB.
+
+        Args: like: processes by whose sizes that is judged. starting: how many of those that are parked only begin, and
+        take more for a while. limit_bytes: for all that are parked together; None: half of what is free.
+        """
+        free = budgets()[0].available_bytes
+        found = [proc.memory_of(pid) for pid in like]
+        size, most = (max((one[part] for one in found), default=0) for part in (0, 1))
+        limit = (free + parked * size) / 2 if limit_bytes is None else limit_bytes
+        return (parked + 1) * size <= limit and (starting + 1) * most + self._config.memory_headroom_bytes <= free
+
+    def is_short(self) -> bool:
+        """Return whether less than half of the headroom is left: what can be spared is to be given up."""
+        return budgets()[0].available_bytes < self._config.memory_headroom_bytes / 2
 
     def has_program(self, name: str) -> bool:
         """Return whether `run_command` finds it. Blocks: for the files."""

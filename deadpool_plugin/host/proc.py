@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -127,13 +127,13 @@ def reaped() -> Iterator[tuple[int, int]]:
             yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
-def end_children(within_s: float) -> None:
-    """SIGKILL every child, and theirs as they become ours, and wait for their ends.
+def end_children(within_s: float, spared: Collection[int] = ()) -> None:
+    """SIGKILL every child but those `spared`, and theirs as they become ours, and wait for their ends.
 
     Raises: TimeoutError, which names one that had not ended within `within_s`.
     """
     deadline = time.monotonic() + within_s
-    while found := children(os.getpid()):
+    while found := set(children(os.getpid())).difference(spared):
         _signal(found, signal.SIGKILL)  # a thread may have waited for its own meanwhile
         for pid in found:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -145,6 +145,16 @@ def end_children(within_s: float) -> None:
                 finally:
                     os.close(pidfd)
                 os.waitpid(pid, 0)
+
+
+def memory_of(pid: int) -> tuple[int, int]:
+    """Read how many bytes of memory `pid` takes, shared ones in parts, and how many it had at most. 0 if it is gone."""
+    try:
+        taken = _read(f"/proc/{pid}/smaps_rollup").partition(b"\nPss:")[2].split()
+        most = _read(f"/proc/{pid}/status").partition(b"\nVmHWM:")[2].split()
+        return int(taken[0]) * 1024, int(most[0]) * 1024
+    except (OSError, IndexError):
+        return 0, 0
 
 
 # ---- looking

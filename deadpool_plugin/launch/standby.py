@@ -1,9 +1,10 @@
-"""`python -m deadpool_plugin.launch.standby COMMAND...`: a slot's standby process, which forks the slot's worker.
+"""`python -m deadpool_plugin.launch.standby COMMAND...`: a slot's standby process, which forks the slot's workers.
 
-Rules of this file: nothing of the user's runs here, and no thread may exist while it forks. One forked process lives at
-a time: an order ends the one before, with everything that one has left behind (orphans are reparented to us); what
-cannot be ended is the node's end. A forked process that could not use its GPU executes this module again, with its
-order in the environment. What the agent is told is how a process ended; what that means is decided elsewhere.
+Rules of this file: nothing of the user's runs here, and no thread may exist while it forks. Of the processes that run
+the slot's rank one lives at a time: an order ends the one before, with everything that one has left behind (orphans are
+reparented to us). Stand-ins live beside it, and keep their orphans themselves. What cannot be ended is the node's end.
+A forked process that could not use its GPU executes this module again, with its order in the environment. What the
+agent is told is how a process ended; what that means is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -28,7 +29,7 @@ from ..host import proc
 from ..host.output import say
 from ..host.proc import be_the_first_to_go, end_children, reaped
 from ..transport.framing import ConnectionClosed
-from ..transport.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, prctl
+from ..transport.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, kill_tree, prctl
 from ..transport.unix import LocalConnection
 from ..worker.patching import before_fork
 from .worker import END_OF_NAMES, become
@@ -110,7 +111,8 @@ class Standby:
     ) -> None:
         self._connection, self._local_rank, self._run, self._modules = connection, local_rank, run, modules
         self._ending_s, self._pid = ending_s, os.getpid()
-        self._child = self._order = 0
+        self._children: dict[int, int] = {}  # their orders, by pid
+        self._running = 0  # the order whose process runs the slot's rank, or is to; 0: all stand in
         self._prewarm = Prewarm()
 
     def serve(self) -> NoReturn:
@@ -131,16 +133,18 @@ class Standby:
             if self._signals[0] in readable:
                 os.read(self._signals[0], 1 << 12)
                 for pid, exit_code in reaped():
-                    if pid == self._child:
-                        self._child = 0
-                        self._end_children()
-                        self._connection.send(local.WorkerExited(self._order, exit_code))
+                    if (order := self._children.pop(pid, 0)) != 0:
+                        if order == self._running:
+                            self._running = 0
+                        if not self._running:  # else what it has left behind cannot be told from the other's daemons
+                            self._end()
+                        self._connection.send(local.WorkerExited(order, exit_code))
             if self._connection.fileno() in readable:
                 self._hear()
 
     def _told_to_end(self, number: int, frame: object) -> None:
         """The launcher tells everybody on its host. A script that handles that itself needs us until it has ended."""
-        if not (os.getpid() == self._pid and self._child and proc.catches(self._child, number)):
+        if os.getpid() != self._pid or not any(proc.catches(pid, number) for pid in self._children):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -149,20 +153,38 @@ class Standby:
             message, _ = self._connection.recv()
         except ConnectionClosed:
             os._exit(0)
-        if not isinstance(message, (local.End, local.RunRank)):
-            return
-        if self._child:
-            os.kill(self._child, signal.SIGKILL)  # at once; it takes a while to look for the others
-            self._child = 0
-        self._end_children()
-        if isinstance(message, local.End):
-            os._exit(message.exit_code)
-        self._fork(message)
+        match message:
+            case local.End(exit_code):
+                self._end(*self._children.values())
+                os._exit(exit_code)
+            case local.EndProcess(order):
+                for pid in [pid for pid, its in self._children.items() if its == order]:
+                    del self._children[pid]
+                    with self._giving_up(), contextlib.suppress(ChildProcessError):
+                        kill_tree(pid, self._ending_s)
+                        os.waitpid(pid, 0)
+            case local.RunsRank(order):
+                self._end(self._running)
+                self._running = order
+            case local.RunRank(stands_in=True):
+                self._fork(message)
+            case local.RunRank(order=order):
+                self._end(self._running)
+                self._running = order
+                self._fork(message)
 
-    def _end_children(self) -> None:
-        """End the forked process and what it started. Blocks: until its memory is given back."""
+    def _end(self, *orders: int) -> None:
+        """End these processes, and all that processes have left behind. Blocks: until their memory is given back."""
+        for pid in [pid for pid, order in self._children.items() if order in orders]:
+            del self._children[pid]
+            os.kill(pid, signal.SIGKILL)  # at once; it takes a while to look for the others
+        with self._giving_up():
+            end_children(self._ending_s, spared=self._children)
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
         try:
-            end_children(self._ending_s)
+            yield
         except TimeoutError as error:
             # One that a driver or file system does not let go would hold the slot: leave the node.
             self._connection.send(local.CannotEnd(str(error)))
@@ -173,8 +195,8 @@ class Standby:
         sys.stdout.flush()
         sys.stderr.flush()
         before_fork.note()
-        self._order, self._child = order.order, os.fork()
-        if self._child == 0:  # which never returns into the loop above
+        child = os.fork()
+        if child == 0:  # which never returns into the loop above
             try:
                 die_with_parent(signal.SIGKILL, me)
                 signal.set_wakeup_fd(-1)
@@ -187,7 +209,8 @@ class Standby:
                 traceback.print_exc()
             finally:
                 os._exit(1)
-        self._prewarm.resume(trains=not order.rehearses)
+        self._children[child] = order.order
+        self._prewarm.resume(trains=not order.rehearses or order.stands_in)
 
 
 def cuda_is_lost() -> bool:

@@ -45,6 +45,8 @@ def become(config: Config, local_rank: int, script: list[str], order: local.RunR
     """Carry out `order`; never returns. `tell`: where to say what was imported, -1 if nobody asks."""
     os.environ.update(order.env)
     linux.name_process(f"python-{'spare' if order.rehearses else 'rank'}{order.rank}")
+    if order.stands_in:  # until it takes over, its orphans are its own: the standby process has another's beside them
+        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
     connection.send(local.WorkerHello(local_rank, os.getpid(), order.rank, order.rehearses, order.order))
     connection.send(local.StackFile(), [write_stacks()])

@@ -7,6 +7,7 @@ of the restore step is loaded at that very call, and the process is `Live` from 
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections import deque
@@ -22,6 +23,7 @@ from ..core import local
 from ..errors import WHOLE_STEP, Divergence, present
 from ..mirror.arena import SlotPair
 from ..mirror.records import unpack
+from ..transport import linux
 from . import codec, rng
 from .adapter import restore_rng
 from .calls import MAKES_STEP, RANDOM_STATES, RUNS_MODEL, Call, CallKind
@@ -32,7 +34,7 @@ from .light import Unread
 from .live import Live
 from .loaded_files import KEEP
 from .mute import Mute
-from .staging import Layout
+from .staging import Layout, give_back
 
 _INSTEAD = f"take it after engine.backward(loss), compute the loss inside the model, or {WHOLE_STEP}"
 MOVED_EVERY_S = 1.0  # how often a process on its way through past steps says how far it has come, at most
@@ -175,9 +177,13 @@ class Follow:
         """Block until there is a next record, or until this process has taken over (False)."""
         while not self._records:
             while not self._segments:
-                match self._context.link.receive(local.History, local.TakeOver):
+                match self._context.link.receive(local.History, local.TakeOver, local.Park):
                     case local.History(records), _:
                         self._segments.extend(records)
+                    case local.Park(), _:
+                        gc.collect()
+                        give_back((*self._context.adapter.state.shard, *self._context.adapter.state.derived))
+                        linux.trim_memory()
                     case local.TakeOver() as order, (descriptor,):
                         self._take_over(order, descriptor)
                         return False
@@ -231,6 +237,7 @@ class Follow:
                     self._compare(mine, pulled[2], step, name)
         layout = present(self._layout, "a take-over before the first forward")
         slots = SlotPair.attach(descriptor, self._rank, order.header_bytes, order.payload_bytes)
+        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 0)
         self._context.mode = live = Live(self._context, layout, slots, step=order.restore_step)
         self._mute.release_files()
         self._context.saves.folders.take_over()

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from ..core import local
 from ..errors import Unsupported, invariant, present
 from ..mirror.arena import SlotPair
+from ..transport import linux
 from . import codec
 from .link import AgentLink
 
@@ -64,6 +65,13 @@ class Layout:
         """Copy `payload` into the live tensors."""
         for tensor, view in zip(self.tensors, self.views(payload), strict=True):
             tensor.copy_(view)
+
+
+def give_back(tensors: Iterable[torch.Tensor]) -> None:
+    """Give back the memory of tensors that a restore will fill: they read as zeros. A device's stays."""
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_pinned():
+            linux.forget_pages(tensor.data_ptr(), tensor.nbytes)
 
 
 class Stager:

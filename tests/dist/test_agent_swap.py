@@ -14,9 +14,9 @@ STEPS, HOLD = 100, 5
 RUN = ("--steps", str(STEPS), "--step-s", "0.03", "--hold-at", str(HOLD))
 
 
-def ready(cluster, spares=1):
-    """In training, which does not end before `finishes` lets it."""
-    cluster.wait_for("ready spares", lambda: len(cluster.events(events.SpareReady)) >= spares)
+def ready(cluster, spares=1, hosts=1):
+    """In training, which does not end before `finishes` lets it, with so many hosts rehearsed on each spare."""
+    cluster.wait_for("ready spares", lambda: len(cluster.events(events.SpareReady)) >= spares * hosts)
     cluster.train()
     cluster.wait_step(HOLD + 3)
 
@@ -42,14 +42,18 @@ def test_undisturbed(tmp_path):
         cluster.close()
 
 
-@pytest.mark.parametrize("victim", slow_but([0, 1, 2], 0, 1), ids=["coordinator_rehearsed", "not_rehearsed", "last"])
-def test_a_lost_node_is_replaced(tmp_path, victim):
+@pytest.mark.parametrize(
+    ("victim", "parks"),
+    slow_but([(0, 0), (1, 0), (2, 1)], 1, 2),
+    ids=["coordinator_rehearsed", "not_rehearsed", "last_of_all_parked"],
+)
+def test_a_lost_node_is_replaced(tmp_path, victim, parks):
     log = events.log_of(tmp_path / "logs", 0)
     log.parent.mkdir()
     log.write_bytes(events.encode(events.make("Note", {"text": "of an earlier job"}, node=0, generation=0)))
-    cluster = StubCluster(tmp_path, 4, 2, *RUN)
+    cluster = StubCluster(tmp_path, 4, 2, *RUN, more=f"memory_headroom_gib: 0\npark_memory_gib: {parks}\n")
     try:
-        ready(cluster)
+        ready(cluster, hosts=3 if parks else 1)
         cluster.kill_node(victim)
         finishes(cluster, lost=[victim])
         (planned,) = cluster.events(events.SwapPlanned)
@@ -57,7 +61,7 @@ def test_a_lost_node_is_replaced(tmp_path, victim):
         assert planned.restore_step >= 3
         assert {event.rank for event in cluster.events(events.SnapshotFetched)} == {2 * victim, 2 * victim + 1}
         taken = {event.rank: event.covered for event in cluster.events(events.RankTakenOver)}
-        assert taken == dict.fromkeys((2 * victim, 2 * victim + 1), victim == 0)
+        assert taken == dict.fromkeys((2 * victim, 2 * victim + 1), bool(parks) or victim == 0)
         assert [event.spares_left for event in cluster.events(events.Mirrored)] == [1, 0]
         said = cluster.all_output()
         assert "NO SPARE LEFT, the next lost node ends the job (on_no_spare: stop)" in said

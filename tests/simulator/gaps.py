@@ -32,7 +32,8 @@ class Rule(NamedTuple):
 
 
 OWN_RANKS = "WorkerReady WorkerRestored WorkerFinished WorkerLost WorkerFailed WorkerMoved CheckpointSaved"
-OWN_PROCESSES = f"{OWN_RANKS} StoreOffered StoreLost SpareRehearsed SpareFailed HoldingsDropped"
+PARKING = "SpareDropped SpareFull SpareShort"
+OWN_PROCESSES = f"{OWN_RANKS} StoreOffered StoreLost SpareRehearsed SpareFailed {PARKING} HoldingsDropped"
 TO_PROPOSERS = "Promise Accepted Refused Claimed"
 OUTSIDE = "OUTSIDE JOINING"
 
@@ -45,7 +46,7 @@ CANNOT = (
     Rule(TO_PROPOSERS, OUTSIDE, ANY, "it has asked nobody for anything yet"),
     Rule("SnapshotHeld", "JOINING", ANY, "nobody mirrors to a node before the generation has begun there"),
     Rule(OWN_RANKS, ANY, ("standing by",), "a spare runs no rank"),
-    Rule("SpareRehearsed SpareFailed", ANY, ("member",), "who runs ranks rehearses none"),
+    Rule(f"SpareRehearsed SpareFailed {PARKING}", ANY, ("member",), "who runs ranks rehearses none"),
     Rule("SpareUnable RecordsDropped", ANY, ANY, "simulated hosts have memory enough, for call records too"),
     Rule("WorkerReady", "RESTORING", ANY, "scripts begin in generations that begin at the top"),
     Rule("WorkerReady WorkerRestored", "TRAINING", ANY, "a generation is in training when all ranks have said so"),
@@ -85,6 +86,8 @@ RARE = (
     Rule("SpareRehearsed SpareFailed StoreOffered StoreLost", ANY, ANY,
          "a spare begins to rehearse when all are in training, and is a spare still when that comes to an end"),
     Rule(OWN_RANKS, ANY, ANY, "what a process says, or its end, just as the fence falls"),
+    Rule("SpareDropped", ANY, ANY, "more was lost than `copies` cover, and a spare is left that has followed too far"),
+    Rule(PARKING, "STARTING FENCED", ANY, "a spare rehearses, and looks at its memory, while all are in training"),
     Rule("JoinRequest", "JOINING", ANY, "it has been taken in, which the next to join has heard before it"),
     Rule("JoinRequest SnapshotHeld Ticked", "OUTSIDE", ANY, "a node that forms its world much later than the others"),
 )  # fmt: skip

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import io
 import itertools
+import random
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .node import Node
 
 T = TypeVar("T")
+SHORT = 0.1  # of the looks at a host's memory find too little
 
 
 class ToyPair(SlotPair):
@@ -291,6 +293,14 @@ class Machine:
 
     def withdraw(self) -> None:
         pass
+
+    def fits_beside(self, parked: int, like: Sequence[int], starting: int, limit_bytes: float | None) -> bool:
+        """Every host has room for another number of processes."""
+        scenario, node = self._cluster.scenario, self._node
+        return parked < random.Random(f"{scenario.seed} {node.number}").choice((0, 1, 2, 4, 8)) * scenario.slots
+
+    def is_short(self) -> bool:
+        return self._cluster.rng.random() < SHORT
 
     async def at_files(self, work: Callable[[], T]) -> T:
         await asyncio.sleep(self._cluster.network.latency())

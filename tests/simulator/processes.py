@@ -100,8 +100,8 @@ class Slot:
         self._node, self.number, self._pids = node, number, pids
         self.supervisor = Peer(node, pids(), self._supervise)
         self.standby = Peer(node, pids(), self._stand_by)
-        self.process: Process | None = None
-        self._order = 0
+        self.processes: dict[int, Process] = {}
+        self._running = 0
         self.standby_ended = False
 
     def begin(self) -> None:
@@ -114,29 +114,41 @@ class Slot:
 
     def _stand_by(self, message: Any, fds: tuple[int, ...]) -> None:
         match message:
-            case local.RunRank(rank=rank, order=order, rehearses=rehearses):
-                self._fork(rank, order, rehearses)
+            case local.RunRank():
+                self._fork(message)
+            case local.EndProcess(order=order):
+                self._end(order)
+            case local.RunsRank(order=order):
+                self._replace(order)
             case local.End():
                 self._node.timeline.after(self._node.cluster.end_s(), self._end_standby)
 
-    def _fork(self, rank: Rank, order: int, rehearses: bool) -> None:
+    def _fork(self, message: local.RunRank) -> None:
         if self.standby_ended:
             return
-        self._order = order
-        if self.process is not None:
-            self.process.end()
-        self.process = Process(self._node, self.number, order, rank, rehearses, self._pids())
+        if not message.stands_in:
+            self._replace(message.order)
+        order, rank = message.order, message.rank
+        self.processes[order] = Process(self._node, self.number, order, rank, message.rehearses, self._pids())
+
+    def _replace(self, order: int) -> None:
+        self._end(self._running)
+        self._running = order
+
+    def _end(self, order: int) -> None:
+        if (process := self.processes.pop(order, None)) is not None:
+            process.end()
 
     def told_of_end(self, order: int, exit_code: int) -> None:
         """The standby process has seen its child's end."""
-        if not self.standby_ended and order == self._order:
+        if not self.standby_ended and self.processes.pop(order, None) is not None:
             self.standby.say(local.WorkerExited(order, exit_code))
 
     def _end_standby(self) -> None:
         if not self.standby_ended:
             self.standby_ended = True
-            if self.process is not None:
-                self.process.end()
+            for process in self.processes.values():
+                process.end()
             self.standby.end()
             self.supervisor.say(local.StandbyExited(0))
 
@@ -172,7 +184,7 @@ class Processes:
 
     @property
     def alive(self) -> list[Process]:
-        return [slot.process for slot in self.slots if slot.process is not None and slot.process.alive]
+        return [process for slot in self.slots for process in slot.processes.values() if process.alive]
 
     def of(self, rank: Rank) -> Process | None:
         """The process that runs `rank` here now, if it lives."""

@@ -18,7 +18,7 @@ from simulator.schedule import Ranges, fixed_fields, scenario
 
 REGRESSIONS = yaml.safe_load((Path(__file__).parent / "regressions.yaml").read_text())
 NEW_SEEDS = 40
-OPEN: set[int] = set()
+OPEN = {1250443}  # two hosts cannot reach each other; the leader dies, and one leads at once as if it had heard of none
 """Seeds that fail still: known bugs, which must not be forgotten when they are mended."""
 WITHOUT_OPEN = {"racks": 0, "copies": 1}
 """Settings that keep new seeds from finding the same again."""

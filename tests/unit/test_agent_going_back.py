@@ -10,8 +10,10 @@ from itertools import pairwise
 from typing import cast
 
 import msgspec
+import pytest
+from support import present
 from support.hosts import host, local_node
-from support.stand_in import stand_in
+from support.stand_in import StandIn, stand_in
 
 from deadpool_plugin import events
 from deadpool_plugin.agent.mirroring import Mirroring
@@ -43,32 +45,43 @@ def test_what_was_committed_after_the_restore_step_is_not_told_to_newcomers(tmp_
 
 
 def rehearsing(slot: Slot, rank: int, told: int) -> Rehearsal:
-    slot.process = Process(order=1, rank=rank, rehearses=True)
+    process = slot.stand_ins[rank] = Process(order=1, rank=rank, rehearses=True)
     history = CallHistory(100_000)
     for step in range(told + 1):
         history.append(step, b"records of %d" % step)
-    return Rehearsal(slot.process, stand_in(local.RankReady), source=0, history=history, told=told)
+    return Rehearsal(slot, process, stand_in(local.RankReady), source=0, history=history, told=told)
 
 
-def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
+@pytest.mark.parametrize("stands_by", [True, False])
+def test_a_process_that_followed_too_far_is_of_no_use(stands_by):
+    """A spare's controller has another one begin; where the rank has lost its process that begins at once."""
+    fed: list[api.Input] = []
+    ended, begun = [], []
+
     async def scenario():
         slots = [Slot(0), Slot(1)]
-        node = local_node(host(stand_in(SnapshotStore)), slots=slots, node=2)
-        takeovers = TakeOvers(node, stand_in(Workers), Mirroring(node))
-        begun = []
+        node = local_node(host(stand_in(SnapshotStore)), fed.append, slots, node=2)
+        workers = StandIn(Workers)
+        workers.end_stand_in = lambda slot, rank: ended.append((slot.local_rank, rank))
+        takeovers = TakeOvers(node, cast(Workers, workers), Mirroring(node))
 
-        async def begin(slot, rank, source):
+        async def begin(slot, rank, source, stands_in):
             begun.append((slot.local_rank, rank, source))
 
-        takeovers.begin = begin
-        takeovers.rehearsals = {slots[0]: rehearsing(slots[0], 0, told=9), slots[1]: rehearsing(slots[1], 1, told=7)}
+        takeovers.begin = begin  # type: ignore[assignment]
+        both = rehearsing(slots[0], 0, told=9), rehearsing(slots[1], 1, told=7)
+        takeovers.rehearsals = {one.process: one for one in both}
+        if not stands_by:
+            for slot in slots:
+                slot.rank, slot.process = slot.local_rank, slot.stand_ins.pop(slot.local_rank)
         takeovers.swapped((5, 6), restore_step=7)
-        await asyncio.gather(*takeovers._tasks.values())
-        return begun, takeovers
+        await asyncio.gather(*takeovers._beginning.values())
+        return takeovers
 
-    begun, takeovers = asyncio.run(scenario())
-    assert begun == [(0, 0, 5)], "the other one has followed no further than the job went back"
-    assert {slot.local_rank: one.source for slot, one in takeovers.rehearsals.items()} == {1: 6}
+    takeovers = asyncio.run(scenario())
+    assert (fed, ended, begun) == (([api.SpareDropped(0, 0)], [(0, 0)], []) if stands_by else ([], [], [(0, 0, 5)]))
+    kept = {one.rank: one.source for one in takeovers.rehearsals.values()}
+    assert kept == {1: 6}, "the other one has followed no further than the job went back"
 
 
 class Reader:
@@ -112,13 +125,13 @@ def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_rea
     async def scenario():
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         slot = Slot(0, rank=3)
-        slot.process = Process(order=1, rank=3, rehearses=False, pid=child.pid)
+        slot.process = Process(order=1, rank=3, rehearses=False, pid=child.pid, peer=stand_in(LocalPeer))
         fed: list[api.Input] = []
         lost: list[Slot] = []
         agent = Agent.__new__(Agent)
         agent._workers = Workers(local_node(feed=fed.append, slots=[slot]), lost.append)
         try:
-            agent._heard(slot, stand_in(LocalPeer), local.OutOfReach("its calls begin later"))
+            agent._heard(slot, present(slot.process.peer), local.OutOfReach("its calls begin later"))
             assert child.wait(10) == -signal.SIGKILL
         finally:
             child.kill()

@@ -67,8 +67,8 @@ def test_the_last_words_of_a_process_are_heard_before_it_is_said_why_it_ended(he
 def test_all_its_stores_die_with_a_process(heard):
     """An inherited plan may name one that was offered before the newest."""
     workers, slot, order = heard
-    workers.store_offer(slot, local.StoreOffer("host:1"))
-    workers.store_offer(slot, local.StoreOffer("host:2"))
+    workers.store_offer(slot, slot.process, local.StoreOffer("host:1"))
+    workers.store_offer(slot, slot.process, local.StoreOffer("host:2"))
     workers.ended(slot, slot.process, -9)
     lost = [api.StoreLost("host:1"), api.StoreLost("host:2")]
     assert order[:4] == [api.StoreOffered("host:1"), api.StoreOffered("host:2"), *lost]
@@ -79,9 +79,9 @@ def test_all_its_stores_die_with_a_process(heard):
 def test_a_process_that_only_rehearses_its_rank_says_so_with_its_store(heard):
     workers, slot, order = heard
     slot.process = Process(order=2, rank=3, rehearses=True)
-    workers.store_offer(slot, local.StoreOffer("host:3"))
+    workers.store_offer(slot, slot.process, local.StoreOffer("host:3"))
     slot.process.took_over = True
-    workers.store_offer(slot, local.StoreOffer("host:4"))
+    workers.store_offer(slot, slot.process, local.StoreOffer("host:4"))
     assert order == [api.StoreOffered("host:3", 0, stand_in=True), api.StoreOffered("host:4", 0)]
 
 
@@ -146,8 +146,9 @@ def test_the_end_of_what_rehearsed_another_rank_is_no_loss_of_the_slots_new_one(
     slot.process = Process(order=2, rank=5, rehearses=True)
     workers.ended(slot, slot.process, -9)
     assert order == []
-    slot.rank, slot.process = -1, Process(order=3, rank=5, rehearses=True)
-    workers.ended(slot, slot.process, -9)
+    slot.rank, slot.process = -1, None
+    process = slot.stand_ins[5] = Process(order=3, rank=5, rehearses=True)
+    workers.ended(slot, process, -9)
     assert order == [api.SpareFailed(0, 5, order[0].reason)]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import types
 from typing import TypeVar, cast
 
+from support import present
 from support.hosts import host, local_node
 from support.stand_in import fake, stand_in
 
@@ -74,16 +75,16 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
         slot, told, store = Slot(0), Told(), SnapshotStore(history_limit_bytes=100)
         for step in range(30):
             store.history(4).append(step, bytes(10))
-        slot.process = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
+        process = slot.stand_ins[4] = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
         node = local_node(host(store), fed.append, [slot], node=3, reports=told, patience_s=1.0)
         takeovers = TakeOvers(node, stand_in(Workers), Mirroring(node))
-        takeovers.rehearsals[slot] = rehearsal = Rehearsal(
-            slot.process, stand_in(local.RankReady), source=3, history=CallHistory(100)
+        takeovers.rehearsals[process] = rehearsal = Rehearsal(
+            slot, process, stand_in(local.RankReady), source=3, history=CallHistory(100)
         )
         rehearsal.finished.set()
         for step in (29, 30):
             takeovers.committed(step)
-            await asyncio.gather(*takeovers._tasks.values())
+            await present(rehearsal.following)
         return told
 
     (failed,) = asyncio.run(scenario()).of(events.RehearsalFailed)
@@ -104,7 +105,7 @@ def test_a_process_is_told_no_more_at_once_than_one_message_takes(monkeypatch) -
         slot.process = Process(order=1, rank=4, rehearses=True, peer=cast(LocalPeer, peer))
         for step, size in enumerate((40, 40, 40, 500, 10)):
             history.append(step, bytes(size))
-        rehearsal = Rehearsal(slot.process, stand_in(local.RankReady), source=3, history=history)
+        rehearsal = Rehearsal(slot, slot.process, stand_in(local.RankReady), source=3, history=history)
         await rehearsal.tell()
         assert rehearsal.told == 4
 

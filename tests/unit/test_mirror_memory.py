@@ -1,9 +1,15 @@
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
+from support import present
 
+from deadpool_plugin.config import Config
 from deadpool_plugin.errors import MemoryShortage
-from deadpool_plugin.mirror.arena import budgets, check_memory
+from deadpool_plugin.host import machine, proc
+from deadpool_plugin.mirror.arena import MemoryBudget, budgets, check_memory
 
 GIB = 1 << 30
 
@@ -68,3 +74,43 @@ def test_no_limit_is_no_budget(root: Path) -> None:
 
 def test_the_real_host_has_a_budget() -> None:
     assert budgets()[0].available_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("parked", "starting", "limit_gib", "free_gib", "fits"),
+    [
+        (3, 0, 8.0, 50, True),  # four of 2 GiB
+        (4, 0, 8.0, 50, False),
+        (4, 0, None, 12, True),  # half of the 20 GiB that would be free without those that are parked
+        (4, 0, None, 11, False),
+        (1, 1, None, 11, True),  # two that begin take 5 GiB each for a while, and one GiB stays free
+        (1, 2, None, 11, False),
+        (0, 0, 0.0, 50, False),
+    ],
+)
+def test_how_many_processes_may_be_parked(monkeypatch, parked, starting, limit_gib, free_gib, fits):
+    free = MemoryBudget(free_gib * GIB, "meminfo", "")
+    monkeypatch.setattr(machine, "budgets", lambda: [free])
+    monkeypatch.setattr(proc, "memory_of", lambda pid: {7: (2 * GIB, 5 * GIB), 8: (GIB, GIB)}[pid])
+    host = machine.Machine.__new__(machine.Machine)
+    host._config = Config(memory_headroom_gib=1.0)
+    limit = None if limit_gib is None else limit_gib * GIB
+    assert host.fits_beside(parked, [7, 8], starting, limit) is fits
+
+
+@pytest.mark.parametrize(("free_mib", "short"), [(511, True), (513, False)])
+def test_a_host_whose_headroom_is_half_used_up_is_short_of_memory(monkeypatch, free_mib, short):
+    monkeypatch.setattr(machine, "budgets", lambda: [MemoryBudget(free_mib << 20, "meminfo", "")])
+    host = machine.Machine.__new__(machine.Machine)
+    host._config = Config(memory_headroom_gib=1.0)
+    assert host.is_short() is short
+
+
+def test_a_process_tells_what_it_takes_and_what_it_took_at_most():
+    code = "import sys; b'x' * (64 << 20); print('freed', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE) as process:
+        present(process.stdout).readline()
+        taken, most = proc.memory_of(process.pid)
+        process.communicate()
+    assert 1 << 20 < taken < 64 << 20 < most
+    assert proc.memory_of(process.pid) == (0, 0)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import cast
 
+import msgspec
+import pytest
 from support import present
 from support.hosts import host, local_node
 from support.stand_in import StandIn, fake, stand_in
@@ -12,10 +15,17 @@ from support.stand_in import StandIn, fake, stand_in
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import LocalNode, Process, Slot
 from deadpool_plugin.agent.reports import Reports
-from deadpool_plugin.agent.takeovers import PULL_STEPS, Rehearsal, TakeOvers
+from deadpool_plugin.agent.takeovers import (
+    HOME_AFTER_S,
+    LOOK_S,
+    MEMORY_FREED_S,
+    PULL_STEPS,
+    Rehearsal,
+    TakeOvers,
+)
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
-from deadpool_plugin.core.types import NO_STEP, World
+from deadpool_plugin.core.types import NO_STEP, SwapPlan, World
 from deadpool_plugin.errors import DeadpoolError, MemoryShortage
 from deadpool_plugin.events import CatchingUp, Event, RehearsalFailed
 from deadpool_plugin.mirror.records import ROW_STEPS, CallHistory
@@ -34,17 +44,19 @@ def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[in
     """Count the requests for a recording that fail with `error` at first, and tell whether that was the end of it."""
 
     async def scenario() -> tuple[int, bool]:
-        takeovers, failed = takeovers_of(local_node(node=2, patience_s=patience_s)), []
+        slot, failed = Slot(0), list[object]()
+        takeovers = takeovers_of(local_node(slots=[slot], node=2, patience_s=patience_s))
         attempts = 0
 
-        async def begin(slot, rank, source):
+        async def begin(slot, rank, source, stands_in):
             nonlocal attempts
             attempts += 1
             if attempts < succeeds_at:
                 raise error
 
-        takeovers.begin, takeovers._fail = begin, lambda *arguments: failed.append(arguments)
-        await takeovers._begin_in_time(Slot(0), 0, 1)
+        takeovers.begin = begin  # type: ignore[assignment]
+        takeovers._fail = lambda *arguments: failed.append(arguments)  # type: ignore[method-assign]
+        await takeovers._begin_in_time(slot, 0, 1)
         return attempts, bool(failed)
 
     return asyncio.run(asyncio.wait_for(scenario(), timeout=30))
@@ -67,20 +79,21 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
         raise MemoryShortage("snapshots need 96 GiB")
 
     async def scenario():
+        slots = [Slot(0), Slot(1)]
         mirroring, reports, store = stand_in(Mirroring), StandIn(Reports), StandIn(SnapshotStore)
         mirroring.check_memory = check
         on = host(cast(SnapshotStore, store))
         store.prepare_own = lambda *arguments: prepared.append(arguments)
         reports.emit = told.append
-        takeovers = takeovers_of(local_node(on, fed.append, node=5, reports=reports), mirroring)
-        for number in range(2):
-            slot = Slot(number)
-            slot.process = Process(order=1, rank=6 + number, rehearses=True)
+        takeovers = takeovers_of(local_node(on, fed.append, slots, node=5, reports=reports), mirroring)
+        for number, slot in enumerate(slots):
+            process = slot.stand_ins[6 + number] = Process(order=1, rank=6 + number, rehearses=True)
             profile = local.RankReady(0, 4096, 64, "", (6 + number,), b"")
-            takeovers.rehearsals[slot] = Rehearsal(slot.process, profile, source=3, history=CallHistory(1000))
-        for slot in takeovers.rehearsals:
-            takeovers.rehearsed(slot, local.Rehearsed(6 + slot.local_rank, 1.0))
-        await asyncio.gather(*takeovers._tasks.values())
+            rehearsal = Rehearsal(slot, process, profile, source=3, history=CallHistory(1000))
+            takeovers.rehearsals[process] = rehearsal
+        for process in takeovers.rehearsals:
+            takeovers.rehearsed(process, local.Rehearsed(process.rank, 1.0))
+        await asyncio.gather(*(present(one.following) for one in takeovers.rehearsals.values()))
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))
     assert [node for _, node in asked] == [3]
@@ -97,11 +110,11 @@ def test_a_newcomer_that_read_other_data_has_failed_as_a_script_has_and_is_not_j
     takeovers, rehearsal = following(3, slot)
     monkeypatch.setattr(takeovers._node.reports, "emit", told.append)
     monkeypatch.setattr(takeovers._workers, "kill", lambda *arguments: killed.append(arguments))
-    takeovers.failing(slot, local.Failing(6, "other data", differs=True))
+    takeovers.failing(slot, rehearsal.process, local.Failing(6, "other data", differs=True))
     assert killed == [(slot, rehearsal.process, "other data", 1)]
     assert told == [RehearsalFailed(6, "other data")]
     slot.rank = -1  # a spare's is ordered again, and ends nothing
-    takeovers.failing(slot, local.Failing(6, "other data", differs=True))
+    takeovers.failing(slot, rehearsal.process, local.Failing(6, "other data", differs=True))
     assert killed[1:] == [(slot, rehearsal.process, "other data")]
 
 
@@ -120,11 +133,15 @@ class Connection:
 
 def following(told: int, slot: Slot) -> tuple[TakeOvers, Rehearsal]:
     takeovers = takeovers_of(local_node(host(stand_in(SnapshotStore)), slots=[slot], node=5))
-    slot.process = Process(order=1, rank=6, rehearses=True)
+    process = Process(order=1, rank=6, rehearses=True)
+    if slot.rank < 0:
+        slot.stand_ins[6] = process
+    else:
+        slot.process = process
     profile = local.RankReady(0, 4096, 64, "", (6,), b"")
-    rehearsal = Rehearsal(slot.process, profile, 3, CallHistory(1 << 20), told=told)
+    rehearsal = Rehearsal(slot, process, profile, 3, CallHistory(1 << 20), told=told)
     rehearsal.finished.set()
-    takeovers.rehearsals[slot] = rehearsal
+    takeovers.rehearsals[process] = rehearsal
     return takeovers, rehearsal
 
 
@@ -156,7 +173,8 @@ def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkey
 def test_a_host_that_has_heard_of_no_step_knows_from_the_plan_how_far_its_newcomer_has_to_go(monkeypatch):
     slot, told = Slot(0), list[Event]()
     node = local_node(host(stand_in(SnapshotStore)), slots=[slot], node=2)
-    takeovers = TakeOvers(node, fake(committed=NO_STEP, enter=lambda *_: None, replace_store=lambda _: None), fake())
+    does_nothing = dict.fromkeys(("enter", "replace_store", "promote"), lambda *_: None)
+    takeovers = TakeOvers(node, fake(committed=NO_STEP, **does_nothing), fake())
     takeovers._mirroring.enter = lambda *_: None
     monkeypatch.setattr(node.reports, "emit", told.append)
     monkeypatch.setattr(takeovers, "_take_over", lambda *_: None)
@@ -175,10 +193,11 @@ def test_a_process_that_takes_over_rehearses_nothing_else_in_the_next_swap():
     async def scenario():
         slot = Slot(0)
         takeovers, _ = following(3, slot)
-        takeovers._ordered[slot] = 9
+        takeovers.begin = lambda *arguments: asyncio.sleep(60)  # type: ignore[assignment]
+        takeovers.order(slot, 9, 1)
         takeovers.done(slot)
         takeovers.swapped(tuple(range(10)), 3)
-        return takeovers._tasks
+        return takeovers._beginning
 
     assert asyncio.run(scenario()) == {}
 
@@ -235,21 +254,228 @@ def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
 
     async def scenario():
         slot = Slot(0)
-        takeovers, _ = following(7, slot)
-        present(slot.process).ended = True
+        takeovers, rehearsal = following(7, slot)
+        rehearsal.process.ended = True
+        slot.stand_ins.clear()
         begun, asked = asyncio.Event(), []
 
-        async def begin(slot, rank, source):
+        async def begin(slot, rank, source, stands_in):
             asked.append((rank, source))
             await begun.wait()
 
-        takeovers.begin = begin
+        takeovers.begin = begin  # type: ignore[assignment]
         takeovers.order(slot, 6, 1)
         await asyncio.sleep(0)
         takeovers.swapped((0, 0, 1, 1, 2, 2, 3, 3), 9)
         begun.set()
-        [task] = takeovers._tasks.values()
+        [task] = takeovers._beginning.values()
         await task
         assert asked == [(6, 1), (6, 3)], "and whoever runs the rank since then is asked"
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))
+
+
+class Told:
+    """The agent's end of a connection."""
+
+    def __init__(self) -> None:
+        self.told: list[local.LocalMessage] = []
+
+    def send(self, message, fds=()):
+        self.told.append(message)
+
+    def close(self):
+        pass
+
+    def read_rest(self):
+        pass
+
+    async def drained(self):
+        pass
+
+
+class Parking:
+    """One node whose agent parks processes. `clock`: the loop's time; `short`, `fits`: what its memory is like."""
+
+    def __init__(self, monkeypatch, slots: int = 2, stands_by: bool = False, **config: object) -> None:
+        self.clock, self.short, self.fits = 100.0, False, True
+        self.fed: list[api.Input] = []
+        on = host(SnapshotStore(), is_short=lambda: self.short, fits_beside=lambda *arguments: self.fits)
+        self.slots = [Slot(number, -1 if stands_by else number) for number in range(slots)]
+        for slot in self.slots:
+            slot.standby, slot.standby_pid = cast(LocalPeer, Told()), os.getpid()
+            if not stands_by:
+                self.runs(slot)
+        node = local_node(on, self.fed.append, self.slots, node=1, **config)
+        node.world = World(0, (0, 2), (1,)) if stands_by else World(0, (1,) * slots)
+        self.workers = Workers(node, lambda slot: None)
+        mirroring = Mirroring(node)
+        mirroring.enter(node.world)
+        self.takeovers = TakeOvers(node, self.workers, mirroring)
+        for rank in range(2):
+            profile = local.RankReady(rank, 4096, 64, "", (rank,), b"", on_device=False)
+            mirroring.profiles[rank] = profile
+            on.store.recordings[rank] = msgspec.msgpack.encode(profile)
+        monkeypatch.setattr("deadpool_plugin.agent.takeovers.loop_time", lambda: self.clock)
+        monkeypatch.setattr("deadpool_plugin.agent.takeovers._RETRY_S", 0.0)
+
+    @staticmethod
+    def runs(slot: Slot) -> None:
+        peer = cast(LocalPeer, Told())
+        slot.process = Process(order=1, rank=slot.rank, rehearses=False, in_training=True, peer=peer)
+
+    async def passes(self, seconds: float) -> Parking:
+        """Training goes on for so long."""
+        for _ in range(int(seconds)):
+            self.clock += 1.0
+            step = self.takeovers._committed + 1
+            for rank in range(2):
+                self.takeovers._store.history(rank).append(step, b"records")
+            self.takeovers.committed(step)
+            for _ in range(4):
+                await asyncio.sleep(0)
+        return self
+
+    @property
+    def stand_ins(self) -> list[int]:
+        return [rank for slot in self.slots for rank in slot.stand_ins]
+
+    def rehearsed(self) -> None:
+        """What is under way is done."""
+        for slot in self.slots:
+            for rank, process in slot.stand_ins.items():
+                process.peer = process.peer or cast(LocalPeer, Told())
+                if not self.takeovers.rehearsals[process].finished.is_set():
+                    self.takeovers.rehearsed(process, local.Rehearsed(rank, 1.0))
+
+
+def test_processes_are_parked_at_home_one_after_another_once_training_goes_well(monkeypatch):
+    async def scenario():
+        job = Parking(monkeypatch)
+        assert (await job.passes(HOME_AFTER_S)).stand_ins == []
+        assert (await job.passes(2 * LOOK_S)).stand_ins == [0]
+        assert (await job.passes(2 * LOOK_S)).stand_ins == [0], "the first is not done"
+        job.rehearsed()
+        process = job.slots[0].stand_ins[0]
+        assert isinstance(cast(Told, process.peer).told[0], local.Park)
+        assert (await job.passes(2 * LOOK_S)).stand_ins == [0, 1]
+        job.rehearsed()
+        assert job.fed == [], "the controller knows nothing of it"
+        job.short = True
+        assert (await job.passes(LOOK_S)).stand_ins == [0], "the memory is needed"
+        assert local.EndProcess(2) in cast(Told, job.slots[1].standby).told
+        job.short = False
+        assert (await job.passes(4 * LOOK_S)).stand_ins == [0], "it will be needed again"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("park_at_home", "on_device", "parked"),
+    [(None, False, [0]), (None, True, []), (True, True, [0]), (False, False, [])],
+)
+def test_where_processes_are_parked_at_home(monkeypatch, park_at_home, on_device, parked):
+    async def scenario():
+        job = Parking(monkeypatch, park_at_home=park_at_home)
+        profiles = job.takeovers._mirroring.profiles
+        for rank, profile in profiles.items():
+            profiles[rank] = msgspec.structs.replace(profile, on_device=on_device)
+        assert (await job.passes(HOME_AFTER_S + 2 * LOOK_S)).stand_ins == parked
+
+    asyncio.run(scenario())
+
+
+def test_a_host_without_memory_parks_nothing_at_home(monkeypatch):
+    async def scenario():
+        job = Parking(monkeypatch)
+        job.fits = False
+        assert (await job.passes(HOME_AFTER_S + 4 * LOOK_S)).stand_ins == [] and job.fed == []
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_that_loses_its_process_gets_the_one_that_is_parked(monkeypatch):
+    async def scenario():
+        job = Parking(monkeypatch, slots=1)
+        await job.passes(HOME_AFTER_S + 2 * LOOK_S)
+        job.rehearsed()
+        (slot,), before = job.slots, present(job.slots[0].process)
+        parked = slot.stand_ins[0]
+        job.workers.store_offer(slot, before, local.StoreOffer("host:1"))
+        job.workers.store_offer(slot, parked, local.StoreOffer("host:2"))
+        assert job.fed[-1] == api.StoreOffered("host:1", 0), "not the stand-in's"
+        job.workers._on_lost = job.takeovers.replace
+        job.workers.ended(slot, before, -9)
+        assert slot.process is parked and slot.stand_ins == {}
+        assert local.RunsRank(parked.order) in cast(Told, slot.standby).told
+        assert api.StoreOffered("host:2", 0, stand_in=True) in job.fed
+        assert api.WorkerLost(0, "process 0 killed by SIGKILL") in job.fed
+        job.workers.ended(slot, parked, -9)
+        assert [type(one) for one in job.fed[-2:]] == [api.StoreLost, api.WorkerLost], "it is the rank's process now"
+
+    asyncio.run(scenario())
+
+
+def test_the_death_of_what_is_parked_at_home_is_no_loss(monkeypatch):
+    async def scenario():
+        job = Parking(monkeypatch, slots=1)
+        await job.passes(HOME_AFTER_S + 2 * LOOK_S)
+        job.rehearsed()
+        job.workers.ended(job.slots[0], job.slots[0].stand_ins[0], -9)
+        assert job.fed == [] and job.stand_ins == []
+        assert (await job.passes(2 * LOOK_S)).stand_ins == [0], "another one takes its place"
+        process = job.slots[0].stand_ins[0]
+        peer = process.peer = cast(LocalPeer, Told())
+        peer.tag = job.slots[0]
+        job.workers.kill(job.slots[0], process, "it could not follow")
+        assert job.fed == [] and job.stand_ins == [] and peer.tag is None, "what it still says is not heard"
+        assert local.EndProcess(process.order) in cast(Told, job.slots[0].standby).told
+
+    asyncio.run(scenario())
+
+
+def test_a_spare_parks_as_many_hosts_as_memory_allows(monkeypatch):
+    async def scenario():
+        job = Parking(monkeypatch, slots=1, stands_by=True)
+        slot = job.slots[0]
+        job.fits = False
+        job.takeovers.order(slot, 0, 1)
+        await job.passes(1)
+        assert job.stand_ins == [0], "its first host, whatever there is"
+        job.rehearsed()
+        assert job.fed == [api.SpareRehearsed(0, 0)]
+        job.takeovers.order(slot, 1, 1)
+        await job.passes(MEMORY_FREED_S + 1)
+        assert job.fed[1:] == [api.SpareFull(0, 1)] and job.stand_ins == [0]
+        job.short = True
+        await job.passes(LOOK_S)
+        assert job.fed[2:] == [api.SpareShort()]
+        job.takeovers.end(slot, 0)
+        assert job.stand_ins == [] and job.takeovers.rehearsals == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_spare_that_takes_a_host_over_ends_what_it_has_parked_of_others(monkeypatch):
+    async def scenario():
+        job = Parking(monkeypatch, slots=1, stands_by=True)
+        (slot,) = job.slots
+        for rank in (1, 0):
+            job.takeovers.order(slot, rank, 1)
+            await job.passes(1)
+            job.rehearsed()
+        assert job.stand_ins == [1, 0]
+        taker, other, taken = slot.stand_ins[0], slot.stand_ins[1], []
+
+        async def take_over(plan, slot, source):
+            taken.append(slot.process)
+
+        monkeypatch.setattr(job.takeovers, "_take_over", take_over)
+        plan = SwapPlan(World(1, (1, 2)), restore_step=1, lost_nodes=(0,), sources=(), store="h:1")
+        job.takeovers.act(plan)
+        await asyncio.sleep(0)
+        assert slot.process is taker and taken == [taker] and job.stand_ins == []
+        told = cast(Told, slot.standby).told
+        assert told[-2:] == [local.RunsRank(taker.order), local.EndProcess(other.order)]
+
+    asyncio.run(scenario())

@@ -6,17 +6,20 @@ import functools
 import os
 import select
 import signal
+import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import local
-from deadpool_plugin.host.proc import spawn
+from deadpool_plugin.host.proc import look, spawn
 from deadpool_plugin.launch import worker as program
 from deadpool_plugin.launch.standby import Standby
 from deadpool_plugin.launch.worker import become
+from deadpool_plugin.transport.linux import PR_SET_CHILD_SUBREAPER, prctl
 from deadpool_plugin.transport.unix import LocalConnection, listen_unix
 
 LIMIT_S = 60.0
@@ -96,6 +99,67 @@ def test_an_order_replaces_the_process_of_the_one_before(started, tmp_path):
     agent.send(order(2))
     second = int(found.read_text())
     assert first != second and not os.path.exists(f"/proc/{first}")
+
+
+def waits(folder):
+    """Return what forked processes do: write who they are, and whom they have started, and wait."""
+
+    def run(order, tell):
+        if order.stands_in:
+            prctl(PR_SET_CHILD_SUBREAPER, 1)
+        daemon = subprocess.run(["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE, check=True)
+        (folder / f"{order.order}.new").write_text(f"{os.getpid()} {int(daemon.stdout)}")
+        os.rename(folder / f"{order.order}.new", folder / str(order.order))
+        threading.Event().wait()
+
+    return run
+
+
+def lives(pid):
+    return (status := look(pid)) is not None and not status.ending
+
+
+def until(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)
+
+
+def test_stand_ins_live_beside_the_process_that_runs_the_rank(started, tmp_path):
+    agent, pid, _ = started(waits(tmp_path))
+    begun = {}
+
+    def fork(number, stands_in):
+        agent.send(local.RunRank(0, {}, number, stands_in, stands_in))
+        until(lambda: (tmp_path / str(number)).exists())
+        begun[number] = [int(word) for word in (tmp_path / str(number)).read_text().split()]
+
+    def gone(*numbers):
+        until(lambda: not any(lives(pid) for number in numbers for pid in begun[number]))
+        for number in begun.keys() - {*numbers}:
+            assert all(map(lives, begun[number])), f"{number} lives on, with its daemon"
+
+    fork(1, False)
+    fork(2, True)
+    fork(3, True)
+    gone()
+    agent.send(local.EndProcess(2))
+    gone(2)
+    agent.send(local.RunsRank(3))
+    gone(1, 2)  # it has taken the place of the first one
+    fork(4, True)
+    os.kill(begun[3][0], signal.SIGKILL)
+    assert heard(agent) == local.WorkerExited(3, -signal.SIGKILL)
+    gone(1, 2, 3)
+    os.kill(begun[4][0], signal.SIGKILL)
+    assert heard(agent) == local.WorkerExited(4, -signal.SIGKILL)
+    gone(1, 2, 3, 4)
+    fork(5, True)
+    fork(6, False)
+    agent.send(local.End(0))
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    gone(1, 2, 3, 4, 5, 6)
 
 
 @pytest.mark.parametrize("order", [local.RunRank(3, {}, 1), local.RunRank(3, {}, 1, True)], ids=["runs", "rehearses"])

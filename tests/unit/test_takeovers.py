@@ -69,7 +69,7 @@ def handed_over(meanwhile, cancel: bool = False, ready: bool = False, said=None)
         slot, peer = Slot(0, rank=0, process=process), Peer(process)
         process.peer = cast(LocalPeer, peer)
         history = cast(CallHistory, types.SimpleNamespace(last=-1))
-        rehearsal = Rehearsal(process, stand_in(local.RankReady), 0, history)
+        rehearsal = Rehearsal(slot, process, stand_in(local.RankReady), 0, history)
         store = SnapshotStore()
         store.fence(PLAN.world.generation)
         store.create_own(0, 4096, 0)
@@ -77,7 +77,7 @@ def handed_over(meanwhile, cancel: bool = False, ready: bool = False, said=None)
         mirroring = stand_in(Mirroring)
         node = local_node(host(store), slots=[slot], reports=reports)
         takeovers = TakeOvers(node, workers, mirroring)
-        takeovers.rehearsals[slot] = rehearsal
+        takeovers.rehearsals[process] = rehearsal
 
         async def bring(*arguments):
             pass
@@ -143,7 +143,8 @@ def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
         mirroring.bring, takeovers.pull = bring, pull
         process, history = Process(1, 0, rehearses=True), cast(CallHistory, types.SimpleNamespace())
         with pytest.raises(TransportError, match="refused"):
-            await takeovers._bring(PLAN.restore_step, Source(0, 2, 2, 0), Rehearsal(process, PROFILE, 0, history))
+            rehearsal = Rehearsal(Slot(0), process, PROFILE, 0, history)
+            await takeovers._bring(PLAN.restore_step, Source(0, 2, 2, 0), rehearsal)
         await asyncio.sleep(0)
         gc.collect()
         return unhandled

@@ -13,7 +13,7 @@ from support.stand_in import fake
 from deadpool_plugin.core import local
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.worker import staging
-from deadpool_plugin.worker.staging import Layout, Stager
+from deadpool_plugin.worker.staging import Layout, Stager, give_back
 
 
 class OnDevice(torch.Tensor):
@@ -88,3 +88,27 @@ def test_training_that_waits_for_mirroring_is_said_once_and_short_waits_are_not(
     assert said == [], "short; the smaller part of a step; not for long"
     steps(20, 1.0, 2.0)
     assert len(said) == 1 and said[0].startswith("training waits for mirroring: 2.0 of 3.0 s of a step")
+
+
+def test_memory_that_is_given_back_is_free_and_filled_by_the_next_load():
+    large, small = torch.arange(1 << 20, dtype=torch.float32), torch.ones(3)
+    kept = torch.ones(1 << 20)
+    view = kept[100:200]
+    layout = Layout([large, small, view])
+    payload = memoryview(bytearray(layout.payload_bytes))
+    for place, tensor in zip(layout.views(payload), layout.tensors, strict=True):
+        place.copy_(tensor)
+    before, address = resident(), large.data_ptr()
+    give_back(layout.tensors)
+    assert before - resident() > 3 << 20
+    assert kept.sum() == 1 << 20, "no page of a neighbour's"
+    assert large[2048:-2048].sum() == 0, "it can still be read"
+    layout.load(payload)
+    assert large.data_ptr() == address and torch.equal(large, torch.arange(1 << 20, dtype=torch.float32))
+    assert torch.equal(small, torch.ones(3)) and torch.equal(view, torch.ones(100))
+
+
+def resident() -> int:
+    """Read how much memory this process has, in bytes."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096

@@ -98,7 +98,7 @@ def test_spares_rehearse_the_active_nodes_in_turn():
 )
 def test_takers(lost, takers):
     assert takers_of(World(0, (0, 1, 2), (3, 4)), lost) == takers
-    assert takers_of(World(0, (0, 1, 2), (3, 4)), lost, able=(3, 4)) == takers
+    assert takers_of(World(0, (0, 1, 2), (3, 4)), lost, covers={3: {9: True}, 4: {9: True}}) == takers
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_takers(lost, takers):
     ],
 )
 def test_a_spare_that_is_ready_takes_over_before_one_that_may_still_compile(lost, able, takers):
-    assert takers_of(World(0, (0, 1, 2), (3, 4)), lost, able=able) == takers
+    assert takers_of(World(0, (0, 1, 2), (3, 4)), lost, covers={spare: {9: True} for spare in able}) == takers
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_a_swap_changes_nothing_but_who_runs_what(world, data):
     [
         ((4, 5), [LocalSlot(4, True), LocalSlot(5, True)], {4: 0, 5: 1}, {}),
         ((4, 5), [LocalSlot(4, False), LocalSlot(5, True)], {5: 1}, {4: 0}),
-        ((4, 5), [LocalSlot(-1, False, 5), LocalSlot(-1, False, 4)], {}, {5: 0, 4: 1}),
-        ((4, 5), [LocalSlot(-1, False, 4), LocalSlot(-1, False, 7)], {}, {4: 0, 5: 1}),
-        ((4, 5), [LocalSlot(5, False, 4), LocalSlot(-1, False, 5)], {}, {5: 0, 4: 1}),  # its own comes first
+        ((4, 5), [LocalSlot(-1, False, (5,)), LocalSlot(-1, False, (4,))], {}, {5: 0, 4: 1}),
+        ((4, 5), [LocalSlot(-1, False, (4,)), LocalSlot(-1, False, (7,))], {}, {4: 0, 5: 1}),
+        ((4, 5), [LocalSlot(5, False, (4,)), LocalSlot(-1, False, (5,))], {}, {5: 0, 4: 1}),  # its own comes first
         ((4, 5), [LocalSlot(4, True), LocalSlot(9, True)], {4: 0}, {}),
         ((), [LocalSlot(-1, False)], {}, {}),
     ],
@@ -171,9 +171,9 @@ def test_slots_suffice_for_whatever_a_node_is_asked_to_run(data):
     """A node that has no rank takes as many as it has slots; one that has ranks keeps them, whoever of them lives."""
     count = data.draw(st.integers(1, 6))
     stands_by = data.draw(st.booleans())
-    known = st.sampled_from([-1, *range(count)])
+    known = st.integers(0, count)
     slots = [
-        LocalSlot(-1 if stands_by else n, not stands_by and data.draw(st.booleans()), data.draw(known))
+        LocalSlot(-1 if stands_by else n, not stands_by and data.draw(st.booleans()), tuple(data.draw(st.sets(known))))
         for n in range(count)
     ]
     ranks = data.draw(st.permutations(range(count)))
