@@ -10,6 +10,8 @@ are told at once. A further plan cancels what is still under way.
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from .. import events
@@ -30,6 +32,7 @@ DIFFERS_CODE = 1  # exit code of a job whose data cannot be read again
 SAY_MOVED_S = 10.0  # between two lines about a newcomer on its way
 FOLLOW_S = 0.5  # between two times that a parked process is told of further steps: some 30 at 50 steps/s
 HOME_AFTER_S = 30.0  # of training without a loss, before processes are parked at home
+HOME_TRIES = 2  # of a rank in a generation: what fails again may be in the way of the process that runs it
 LOOK_S = 5.0  # between two looks at what else may be parked here, and what may not stay
 MEMORY_FREED_S = 2.0  # until what a process had can be used again
 _RETRY_S = 0.2
@@ -85,8 +88,9 @@ class TakeOvers:
         self._restore_step: Step = NO_STEP  # of the newest plan
         self._said_at, self._said_of = 0.0, -1
         self._beginning: dict[tuple[Slot, Rank], asyncio.Task[None]] = {}  # rehearsals, until they have begun
-        self._home_at, self._home_left = NEVER, 0  # when the first may be parked at home, and how many may be yet
-        self._look_at, self._admitting = NEVER, asyncio.Lock()
+        self._home_at = self._look_at = NEVER  # when a process may be parked at home, and when that is looked at next
+        self._home_tries: Counter[Slot] = Counter()  # in this generation
+        self._admitting = asyncio.Lock()
         self.rehearsals: dict[Process, Rehearsal] = {}
 
     # ---- rehearsals
@@ -244,7 +248,7 @@ class TakeOvers:
     def committed(self, step: Step) -> None:
         if self._committed == NO_STEP:
             self._home_at = loop_time() + HOME_AFTER_S
-            self._home_left = len(self._node.slots) + self._node.config.restarts_max
+            self._home_tries.clear()
         self._committed = max(self._committed, step)
         for rehearsal in self.rehearsals.values():
             follows = rehearsal.stands_in and rehearsal.finished.is_set() and not rehearsal.process.ended
@@ -254,12 +258,12 @@ class TakeOvers:
             self._look_at = loop_time() + LOOK_S
             parked = [one for one in self.rehearsals.values() if one.stands_in and one.finished.is_set()]
             if parked and self._node.host.is_short():
-                self._home_left = 0
+                self._home_at = math.inf  # in this generation
                 if parked[-1].slot.rank < 0:
                     self._node.feed(api.SpareShort())
                 else:
                     self.end(parked[-1].slot, parked[-1].rank)
-            elif loop_time() >= self._home_at and self._home_left > 0:
+            elif loop_time() >= self._home_at:
                 self._park_at_home()
 
     def _park_at_home(self) -> None:
@@ -270,8 +274,9 @@ class TakeOvers:
         for slot in slots:
             profile, running = self._mirroring.profiles.get(slot.rank), slot.running
             wanted = profile is not None and (config or (config is None and not profile.on_device))
-            if wanted and running is not None and running.in_training and slot.rank not in slot.stand_ins:
-                self._home_left -= 1
+            wanted = wanted and slot.rank not in slot.stand_ins and self._home_tries[slot] < HOME_TRIES
+            if wanted and running is not None and running.in_training:
+                self._home_tries[slot] += 1
                 return self._begin_soon(slot, slot.rank, self._node.id, stands_in=True)
 
     async def _follow(self, rehearsal: Rehearsal) -> None:

@@ -434,6 +434,22 @@ def test_the_death_of_what_is_parked_at_home_is_no_loss(monkeypatch):
     asyncio.run(scenario())
 
 
+def test_a_rank_whose_rehearsal_at_home_fails_again_is_left_alone(monkeypatch):
+    """Two processes of a script may want the same port."""
+
+    async def scenario():
+        job = Parking(monkeypatch)
+        await job.passes(HOME_AFTER_S + LOOK_S)
+        for _ in range(2):
+            assert (await job.passes(LOOK_S)).stand_ins == [0]
+            job.workers.kill(job.slots[0], job.slots[0].stand_ins[0], "OSError: Address already in use")
+        assert (await job.passes(2 * LOOK_S)).stand_ins == [1], "the other one may do better"
+        job.rehearsed()
+        assert (await job.passes(4 * LOOK_S)).stand_ins == [1] and job.fed == []
+
+    asyncio.run(scenario())
+
+
 def test_a_spare_parks_as_many_hosts_as_memory_allows(monkeypatch):
     async def scenario():
         job = Parking(monkeypatch, slots=1, stands_by=True)
