@@ -104,7 +104,7 @@ class Ledger:
         buddies, with_payload = buddies_of(world, home, copies), needs_payload(world, rank, own.replicas, copies)
         if not all(node in held and (held[node].payload or not with_payload) for node in buddies):
             return False  # a header without the payload that is to be there is about to be written anew with it
-        # What others hold of an earlier world they let go of once this is committed.
+        # Others let go of snapshots of an earlier world once this is committed.
         keepers = {*buddies, *(world.node_of[same] for same in own.replicas)}
         payloads = self._payload_nodes({rank, *own.replicas}, step, keepers) - {home}
         return len(payloads) >= copies_needed(world, copies)

@@ -1,4 +1,4 @@
-"""What a collective is on every member of its group, digests of many, and where those of two members differ.
+"""The signature of a collective, alike on all members of its group; digests of many; where those of two differ.
 
 A rank numbers the collectives that it issues in each of its groups in a generation, and keeps a digest of them. Those
 of two members are compared
