@@ -63,7 +63,8 @@ class Slot:
     @property
     def processes(self) -> list[Process]:
         """All that have not ended."""
-        return [*([self.living] if self.living else []), *self.stand_ins.values()]
+        every = (self.process, *self.stand_ins.values())
+        return [process for process in every if process is not None and not process.ended]
 
     @property
     def living(self) -> Process | None:
@@ -71,8 +72,8 @@ class Slot:
         return self.process if self.process is not None and not self.process.ended else None
 
     def of_peer(self, peer: LocalPeer) -> Process | None:
-        every = [*([self.process] if self.process else []), *self.stand_ins.values()]
-        return next((process for process in every if process.peer is peer), None)
+        every = (self.process, *self.stand_ins.values())
+        return next((process for process in every if process is not None and process.peer is peer), None)
 
     def of_order(self, order: int) -> Process | None:
         return next((process for process in self.processes if process.order == order), None)

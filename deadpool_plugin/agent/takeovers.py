@@ -219,7 +219,7 @@ class TakeOvers:
 
     def _stand_by(self, rehearsal: Rehearsal) -> None:
         """Tell the controller of a spare what is rehearsed."""
-        firsts = [other for other in self.rehearsals.values() if self._is_first(other)]
+        firsts = [one for slot in self._node.slots for one in self._in(slot)[:1]]
         if rehearsal in firsts and all(other.finished.is_set() for other in firsts):
             # First: a spare that is short of memory for the mirrors that come with its ranks is not called ready.
             # It stays: another attempt would cost a rehearsal and find no more memory, the last one would cost the

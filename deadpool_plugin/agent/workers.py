@@ -188,8 +188,7 @@ class Workers:
         self._cut_off(process)
         if slot.standby is not None:
             slot.standby.send(local.EndProcess(process.order))
-        if slot.processes:
-            self._offer(slot)
+        self._offer(slot)
 
     def vacate(self, slot: Slot) -> None:
         """End what runs or rehearses a slot's rank, which another host has got; the slot stands by."""

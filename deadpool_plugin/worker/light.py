@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import (
 
 from ..comm.record import user_frame
 from ..errors import Divergence, present
-from .loaded_files import KEEP, SMALL_BYTES, RecordedFile
+from .loaded_files import KEEP, SMALL_BYTES, RecordedFile, Span
 from .patching import Function, PatchSet, when_imported
 
 _ATEN = torch.ops.aten
@@ -52,8 +52,6 @@ _OF_FORM = frozenset({
 _PAST_OPERATIONS = "numpy", "tolist", "__reduce_ex__", "__dlpack__", "share_memory_"
 """Methods of a tensor that get at its memory without an operation."""
 Fill = Callable[[torch.Tensor], object]
-Span = tuple[int, int]
-"""The first byte in a storage, and the one after the last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +145,7 @@ class Unread(TorchDispatchMode):
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.left_bytes = self.read_bytes = 0
-        """Of tensors in files: left out, and read later because they were needed."""
+        """Bytes of tensors in files: left out, and read later because they were needed."""
         self._say, self._said = say, False
         self._unread: dict[int, _Content] = {}  # by the storage's address, which stays its own as long as this holds it
         self._made: list[_Content] = []  # again, for as long as something is being read

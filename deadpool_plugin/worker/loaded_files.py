@@ -1,5 +1,5 @@
-"""What a rank has read of the checkpoint it began with, but for large tensors: a process that follows it later needs no
-such file, and sees the objects that the rank saw.
+"""Records of the checkpoint that a rank began with, but for its large tensors: a process that follows the rank later
+needs no such file, and sees the objects that the rank saw.
 
 A file is recorded if the script opened it in start-up and it belongs to a checkpoint: it lies in a folder from which
 `torch.load` or torch.distributed.checkpoint read, or in one of the two folders above. Of a file of `torch.save` all is
@@ -32,6 +32,7 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _LOCAL_HEADER, _NAMES_AT = 30, 26  # bytes of a file's header in an archive; where it has the lengths of what follows
 _END_BYTES = 8192  # of an archive, which torch looks through in blocks of 4096 for the list of its files
 Span = tuple[int, int]
+"""The first byte, and the one after the last: of a file here, of a storage in light.py."""
 Recorded = list[Any]
 """Plain data: path, what `os.stat` gave, and for a file the spans that are recorded, and these bytes (zlib)."""
 
