@@ -18,20 +18,13 @@ from simulator.schedule import Ranges, fixed_fields, scenario
 
 REGRESSIONS = yaml.safe_load((Path(__file__).parent / "regressions.yaml").read_text())
 NEW_SEEDS = 40
-OPEN = {1250443}  # two hosts cannot reach each other; the leader dies, and one leads at once as if it had heard of none
-"""Seeds that fail still: known bugs, which must not be forgotten when they are mended."""
-WITHOUT_OPEN = {"racks": 0, "copies": 1}
-"""Settings that keep new seeds from finding the same again."""
 
 
 @pytest.mark.parametrize("one", REGRESSIONS, ids=[one["seed"] for one in REGRESSIONS])
 def test_a_job_that_failed_once_holds(one):
     seed = one["seed"]
     finding = run(scenario(seed, fixed=fixed_fields(one["scenario"]))).finding
-    if seed in OPEN:
-        assert finding is not None, f"seed {seed} holds now: take it out of OPEN"
-    else:
-        assert finding is None, finding
+    assert finding is None, finding
 
 
 def test_new_seeds_hold(capsys):
@@ -41,6 +34,6 @@ def test_new_seeds_hold(capsys):
         last = first + NEW_SEEDS
     with capsys.disabled():
         print(f"\n[sim] python scripts/simulate.py --seeds {first}:{last} --nodes 5:12")
-    summary = campaign(range(first, last), Ranges(nodes=(5, 12)), WITHOUT_OPEN if OPEN else {})
+    summary = campaign(range(first, last), Ranges(nodes=(5, 12)))
     assert not summary.findings, [(one.seed, one.finding) for one in summary.findings]
     assert summary.seeds == last - first and summary.swaps > 0
