@@ -183,7 +183,7 @@ def measure(args: argparse.Namespace, system: str, faults: list[Fault]) -> Itera
             yield line
             if outcome != "recovered":
                 return
-            since, step = time.time(), job.completed() + job.gap + 7 * (number + 1) % 10
+            since, step = time.time(), job.completed() + job.gap_after(fault) + 7 * (number + 1) % 10
         if (differs := job.differs(args.start_limit)) is not None:
             outcome = f"differs: {differs}" if differs else "recovered"
             yield {"system": system, "fault": "equal", "index": faults[0][1], "outcome": outcome, "figures": {}}

@@ -107,7 +107,7 @@ class Job:
     per_job = 9
     """Faults that one job meets, besides that of its first node."""
     first_step, gap = 21, 10
-    """The earliest step that is struck, and the fewest steps between a recovery and the next fault."""
+    """The earliest step that is struck, and the fewest steps between a recovery and the next fault (gap_after)."""
     step_limit_s = 0.5
     """Seconds that a step may take where many are waited for."""
 
@@ -137,6 +137,10 @@ class Job:
         """Wait for the job's end and compare it with an undisturbed run: "" if all values are equal, else where they
         part first. None of jobs that are not compared."""
         return None
+
+    def gap_after(self, fault: str) -> int:
+        """The fewest steps between the recovery from `fault` and the next fault."""
+        return self.gap
 
     def stands(self) -> bool:
         """Everything is there that the job has when nothing has happened for a while (spares)."""

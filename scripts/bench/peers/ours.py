@@ -168,18 +168,21 @@ class StartupJob(DeadpoolJob):
     """A job whose script takes `startup_s` to its first step, and that is struck after `past_steps` steps.
 
     Three quarters of the start-up are a checkpoint's tensors, which are read slowly. The holders of two ranks each are
-    struck in turn: the nodes that the job began with, or the hosts that have taken over from them. Between two faults a
-    spare has the time to go through the start of every host's script, one after another. The job ends by itself. Then
-    every value is compared with that of a run without faults and without the slow start.
+    struck in turn: the nodes that the job began with, or the hosts that have taken over from them. After a node's loss
+    its successor has the time to go through the start of every host's script, one after another. The job ends by
+    itself. Then every value is compared with that of a run without faults and without the slow start.
     """
 
-    per_job, loads = 10, 10
+    per_job, loads = 20, 10
     runs = {"node": 3 * NODES, "process": 2 * NODES}
 
     def __init__(self, setting: Setting, variant: str) -> None:
         super().__init__(setting, variant)
         self.first_step, self.gap = setting.past_steps, math.ceil(NODES * setting.startup_s / STEP_S)
-        self._steps = setting.past_steps + (self.per_job + 1) * (self.gap + 20)
+        self._steps = setting.past_steps + sum((self.gap_after(fault) + 20) * n for fault, n in self.runs.items())
+
+    def gap_after(self, fault: str) -> int:
+        return 50 if fault == "process" else self.gap
 
     def more_args(self) -> list[str]:
         load_s = 0.75 * self.setting.startup_s
