@@ -1,9 +1,15 @@
-"""Random states that a training call reads (Python's, numpy's and torch's own), and switches of torch."""
+"""Random states that a training call reads (Python's, numpy's and torch's own), and switches of torch.
+
+Rules of this file: a state is read a dozen times a step, so that Python's and numpy's are copied from where they lie.
+Where that is, is tried at import, on generators of our own; whatever looks otherwise is asked for its state.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
+import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterator
@@ -13,6 +19,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from ..errors import Unsupported
+
 # Each of the three is a Mersenne Twister. Captured, it is (words, position, and what else it keeps): what it gives next
 # is made of the word at its position, and after the last word all are made anew.
 WORDS = 624
@@ -20,19 +28,66 @@ _TORCH_BEGIN, _TORCH_END = 24, 24 + 8 * WORDS  # of the words in torch's bytes, 
 _Twister = tuple[bytes, int, Any]
 
 
-def _capture_python() -> _Twister:
-    version, words, gauss = random.getstate()
+_Reader = Callable[[Any, int], _Twister]  # of a generator, and `at`: how far into its memory
+_PYTHON = struct.Struct(f"i{4 * WORDS}s")  # position and words
+_NUMPY = struct.Struct(f"{4 * WORDS}si")  # words and position
+_GAUSS = struct.Struct("i4xd")  # whether the second of two normal values is kept, and that value
+
+
+def _ask_python(generator: random.Random) -> _Twister:
+    version, words, gauss = generator.getstate()
     return array("I", words[:-1]).tobytes(), words[-1], (version, gauss)
+
+
+def _read_python(generator: random.Random, at: int) -> _Twister:
+    position, words = _PYTHON.unpack(ctypes.string_at(id(generator) + at, _PYTHON.size))
+    return words, position, (random.Random.VERSION, generator.gauss_next)  # type: ignore[attr-defined]
+
+
+def _ask_numpy(generator: np.random.RandomState) -> _Twister:
+    name, keys, position, *rest = cast("tuple[str, Any, int, int, float]", generator.get_state())
+    return keys.tobytes(), int(position), (name, int(rest[0]), float(rest[1]))
+
+
+def _read_numpy(generator: np.random.RandomState, at: int) -> _Twister:
+    engine = generator._bit_generator  # type: ignore[attr-defined]
+    words, position = _NUMPY.unpack(ctypes.string_at(engine.ctypes.state_address, _NUMPY.size))
+    return words, position, ("MT19937", *_GAUSS.unpack(ctypes.string_at(id(generator) + at, _GAUSS.size)))
+
+
+def _place(read: _Reader, size: int, ask: Callable[[Any], _Twister], generator: Any, *draws: str) -> int | None:
+    """Find the only `at` for which `read`, which needs `size` bytes there, tells what `ask` tells, after each draw."""
+    places = list(range(object.__basicsize__, type(generator).__basicsize__ - size + 1, 4))
+    for draw in draws:
+        getattr(generator, draw)()
+        asked = ask(generator)
+        places = [at for at in places if read(generator, at) == asked]
+    return places[0] if len(places) == 1 else None
+
+
+_PYTHON_AT = _place(_read_python, _PYTHON.size, _ask_python, random.Random(1), "random", "random", "random")
+_NUMPY_AT = _place(_read_numpy, _GAUSS.size, _ask_numpy, np.random.RandomState(1), "rand", "randn", "rand", "randn")
+
+
+def _capture_python() -> _Twister:
+    generator = random.getstate.__self__  # type: ignore[attr-defined]
+    return _ask_python(generator) if _PYTHON_AT is None else _read_python(generator, _PYTHON_AT)
+
+
+def _capture_numpy() -> _Twister:
+    generator = np.random.get_state.__self__  # type: ignore[attr-defined]
+    if type(engine := generator._bit_generator) is not np.random.MT19937:
+        raise Unsupported(
+            f"numpy.random draws from {type(engine).__name__}",
+            "MT19937, its default: no other state is restored",
+            "leave numpy.random.set_bit_generator out",
+        )
+    return _ask_numpy(generator) if _NUMPY_AT is None else _read_numpy(generator, _NUMPY_AT)
 
 
 def _restore_python(words: bytes, position: int, rest: Any) -> None:
     version, gauss = rest
     random.setstate((version, (*array("I", words), position), gauss))
-
-
-def _capture_numpy() -> _Twister:
-    name, keys, position, *rest = cast("tuple[str, Any, int, int, float]", np.random.get_state())
-    return keys.tobytes(), int(position), (name, int(rest[0]), float(rest[1]))
 
 
 def _restore_numpy(words: bytes, position: int, rest: Any) -> None:
@@ -156,5 +211,7 @@ def restore_switches(values: list[Any]) -> None:
 
 
 def _read(read: Callable[[], Any]) -> Any:
-    with contextlib.suppress(RuntimeError, AttributeError):
+    try:
         return read()
+    except (RuntimeError, AttributeError):
+        return None

@@ -11,9 +11,12 @@ import pytest
 import torch
 from support.live_rank import Rank, follower
 
+from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec, rng
 from deadpool_plugin.worker.calls import Call, CallKind
 
+PYTHON: Any = random
+NUMPY: Any = np.random
 DRAWS: dict[str, Callable[[], Any]] = {
     "the seed that a DataLoader's iterator draws": lambda: torch.empty((), dtype=torch.int64).random_().item(),
     "torch, one normal of a pair": lambda: torch.randn(1).tolist(),
@@ -52,6 +55,36 @@ def test_who_follows_draws_the_same_from_whatever_state_it_is_in(name):
             move(2, 40)
             rng.restore_host(record)
             assert [draw() for _ in range(2)] == expected, draws
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_state_read_from_memory_is_the_one_that_the_generator_tells(name):
+    assert rng._PYTHON_AT is not None and rng._NUMPY_AT is not None
+    with rng.preserved():
+        for draws in (0, 1, 623, 624, 625):
+            move(3, draws)
+            for _ in range(3):
+                DRAWS[name]()
+                state = rng.capture_host()
+                assert state["python"] == rng._ask_python(PYTHON.getstate.__self__)
+                assert state["numpy"] == rng._ask_numpy(NUMPY.get_state.__self__)
+
+
+def test_states_are_asked_for_where_their_place_in_memory_is_not_known(monkeypatch):
+    before = rng.capture_host()
+    monkeypatch.setattr(rng, "_PYTHON_AT", None)
+    monkeypatch.setattr(rng, "_NUMPY_AT", None)
+    assert rng.capture_host() == before
+
+
+def test_another_engine_of_numpy_is_refused():
+    engine = NUMPY.get_bit_generator()
+    try:
+        NUMPY.set_bit_generator(np.random.PCG64(3))
+        with pytest.raises(Unsupported, match="numpy.random draws from PCG64"):
+            rng.capture_host()
+    finally:
+        NUMPY.set_bit_generator(engine)
 
 
 def test_generators_that_nothing_was_drawn_from_stay_as_they_are():
