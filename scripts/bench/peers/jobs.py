@@ -28,11 +28,13 @@ FAULTS = ("process", "node", "silent", "first")
 
 MODEL = ["--layers", "2", "--hidden", "64", "--seq-length", "64", "--num-microbatches", "2", "--eval-interval", "0"]
 MODEL += ["--train-iters", "2000"]
+SMALLEST = ["--layers", "1", "--hidden", "16", "--heads", "1", "--seq-length", "8", "--num-microbatches", "1"]
+SMALLEST += ["--dtype", "bf16", "--distributed-optimizer"]
 LAYOUTS = {
     "tp2pp2dp2": ["--tp", "2", "--pp", "2", "--dtype", "bf16", "--distributed-optimizer"],
     "dp4": ["--dtype", "fp32"],
-    "dp8": ["--layers", "1", "--hidden", "16", "--heads", "1", "--seq-length", "8", "--num-microbatches", "1",
-            "--dtype", "bf16", "--distributed-optimizer"],
+    "dp8": SMALLEST,
+    "dp32": SMALLEST,
 }  # fmt: skip
 ENGINES = {f"zero{stage}": ["--zero", str(stage), "--dtype", "bf16"] for stage in (1, 3)}
 """Layouts of train_deepspeed.py."""
@@ -58,7 +60,7 @@ class Setting:
 
     @property
     def per_node(self) -> int:
-        return 1 if self.layout in ("dp4", *ENGINES) else 2
+        return {**dict.fromkeys(("dp4", *ENGINES), 1), "dp32": 8}.get(self.layout, 2)
 
     @property
     def world(self) -> int:

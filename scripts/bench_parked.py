@@ -1,0 +1,183 @@
+"""Benchmark: what parked processes cost a spare, and how soon one covers the hosts of a large job.
+
+    python scripts/bench_parked.py --out parked-out
+
+A script that takes --startup-s to its first step (three quarters of it to read a checkpoint) is trained on four
+emulated nodes under the plugin: eight ranks with one spare and with two, 32 ranks with one. Of each job: the time from
+training's start until each host was rehearsed; the memory of every parked process and, beside it, of a rank; over
+--seconds, the CPU time of each kind of process for a step. From these a table: one and two spares in jobs of 16, 64 and
+128 hosts of eight ranks.
+
+Rules of this file: standard library only. CPU times are the kernel's, by process; they count 10 ms ticks, so that
+--seconds is to be some thousand of them. A process is a rank's, parked or the agent's by what it says it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import make_corpus
+from bench.control_kernel import machine
+from bench.peers.jobs import NODES, Setting
+from bench.peers.ours import StartupJob
+from bench_swap import CACHE
+from clusters.launched import commit_of
+
+JOBS = {"8 ranks, one spare": ("dp8", 1), "8 ranks, two spares": ("dp8", 2), "32 ranks, one spare": ("dp32", 1)}
+HOSTS, RANKS_OF_A_HOST = (16, 64, 128), 8
+AT_A_TIME = 4
+"""Hosts that a spare rehearses at the same time, after the first (core/spares.py)."""
+
+
+class ParkedJob(StartupJob):
+    """A StartupJob that nothing strikes. The variant `tuned` has two spares."""
+
+    def coverage(self) -> list[float]:
+        """Seconds from training's start until one more host was covered by some spare."""
+        self._tail.read()
+        [began] = [event["time"] for event in self._tail.of("TrainingStarted")]
+        covered: dict[tuple[int, ...], float] = {}
+        for event in self._tail.of("SpareReady"):
+            covered.setdefault(tuple(event["ranks"]), event["time"] - began)
+        return sorted(covered.values())
+
+    def kinds(self) -> dict[int, str]:
+        """Process -> "rank", "agent", "spare's agent", "parked" on a spare or "parked at home"."""
+        training = {line["pid"] for line in self.marks.poll()}
+        found = {}
+        for pid, node in self.cluster.processes().items():
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            if pid in training:
+                found[pid] = "rank"
+            elif b"deadpool_plugin.launch.agent" in command:
+                found[pid] = "agent" if node < NODES else "spare's agent"
+            elif name.startswith("python-spare"):
+                found[pid] = "parked at home" if node < NODES else "parked"
+        return found
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process and all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_mib(pid: int) -> dict[str, float]:
+    lines = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    kib = {name: int(value.split()[0]) for name, value in lines.items()}
+    return {"private": (kib["Private_Clean"] + kib["Private_Dirty"]) / 1024, "proportional": kib["Pss"] / 1024}
+
+
+def measured(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """One job. Raises: TimeoutError if it does not come to train, or not all hosts are covered."""
+    layout, spares = JOBS[name]
+    folder = args.out / "job"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    indices, python = CACHE / "bench-indices", Path(sys.executable)
+    setting = Setting(folder, CACHE / "corpus", indices, python, layout, startup_s=args.startup_s, past_steps=100_000)
+    job = ParkedJob(setting, "tuned" if spares == 2 else "default")
+    try:
+        job.start()
+        job.wait_until(StartupJob.loads + 1, args.limit)
+        deadline = time.monotonic() + args.limit
+        while len(job.coverage()) < NODES:
+            if time.monotonic() > deadline or job.ended():
+                raise TimeoutError(f"{name}: covered after {job.coverage()} s, no further host in {args.limit:g} s")
+            time.sleep(0.5)
+        time.sleep(args.settle_s)  # ranks are parked at home meanwhile, one after another
+        kinds = job.kinds()
+        before, first = {pid: cpu_s(pid) for pid in kinds}, job.completed()
+        began = time.monotonic()
+        time.sleep(args.seconds)
+        used = {pid: cpu_s(pid) - before[pid] for pid in kinds}
+        steps, took = job.completed() - first, time.monotonic() - began
+        memory = {pid: memory_mib(pid) for pid, kind in kinds.items() if "agent" not in kind}
+    finally:
+        job.close()
+    count = Counter(kinds.values())
+    cpu = {kind: 1e3 * sum(used[pid] for pid in kinds if kinds[pid] == kind) / steps / count[kind] for kind in count}
+    sizes = {
+        f"{kind}, {sort}": sorted(round(memory[pid][sort], 1) for pid in memory if kinds[pid] == kind)
+        for kind in ("parked", "parked at home", "rank")
+        for sort in ("private", "proportional")
+    }
+    return {
+        "job": name,
+        "ranks": setting.world,
+        "spares": spares,
+        "covered_after_s": [round(seconds, 1) for seconds in job.coverage()],
+        "step_s": round(took / steps, 4),
+        "steps": steps,
+        "processes": dict(count),
+        "cpu_ms_a_step_each": {kind: round(value, 3) for kind, value in cpu.items()},
+        "memory_mib": {kind: values for kind, values in sizes.items() if values},
+    }
+
+
+def plan(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What larger jobs come to, from the job of eight ranks and one spare, which fills the machine least."""
+    [small] = [one for one in found if (one["ranks"], one["spares"]) == (8, 1)]
+    first_s, all_s = small["covered_after_s"][0], small["covered_after_s"][-1]
+    each_ms = small["cpu_ms_a_step_each"]["parked"]
+    each_mib = statistics.median(small["memory_mib"]["parked, private"])
+    rows = []
+    for hosts in HOSTS:
+        for spares in (1, 2):
+            mine = math.ceil(hosts / spares)
+            rows.append(
+                {
+                    "hosts": hosts,
+                    "spares": spares,
+                    "all_covered_after_s": round(first_s + math.ceil((mine - 1) / AT_A_TIME) * (all_s - first_s), 1),
+                    "memory_gib_a_spare": round(mine * RANKS_OF_A_HOST * each_mib / 1024, 1),
+                    "cpu_ms_a_step_a_spare": round(mine * RANKS_OF_A_HOST * each_ms, 1),
+                }
+            )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| " + " | ".join(name.replace("_", " ") for name in rows[0]) + " |", "|---" * len(rows[0]) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row.values())) + " |" for row in rows)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("parked-out"))
+    parser.add_argument("--only", action="append", default=[], choices=list(JOBS))
+    parser.add_argument("--startup-s", type=float, default=20.0, help="from the script's start to its first step")
+    parser.add_argument("--settle-s", type=float, default=60.0, help="after all hosts are covered")
+    parser.add_argument("--seconds", type=float, default=60.0, help="over which CPU times are taken")
+    parser.add_argument(
+        "--limit", type=float, default=900.0, help="seconds until a job trains, and until it is covered"
+    )
+    args = parser.parse_args()
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    make_corpus.ensure(CACHE / "corpus")
+    found = []
+    for name in args.only or JOBS:
+        found.append(measured(args, name) | {"load": round(os.getloadavg()[0], 1)})
+        print(json.dumps(found[-1]), flush=True)
+    whole: dict[str, Any] = {"machine": machine(), "commit": commit_of(), "startup_s": args.startup_s, "jobs": found}
+    if any((one["ranks"], one["spares"]) == (8, 1) for one in found):
+        whole["larger_jobs"] = plan(found)
+        print(table(whole["larger_jobs"]))
+    (args.out / "parked.json").write_text(json.dumps(whole, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
