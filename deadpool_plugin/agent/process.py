@@ -277,6 +277,8 @@ class Agent:
                 self.feed(message)
             case local.Rehearsed() if process:
                 self._takeovers.rehearsed(process, message)
+            case local.Parked() if process:
+                self._takeovers.parked(process, message)
             case local.Moved():
                 if process is slot.process:
                     self._takeovers.moved(slot, message)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .. import events
@@ -35,7 +36,7 @@ HOME_AFTER_S = 30.0  # of training without a loss, before processes are parked a
 HOME_TRIES = 2  # of a rank in a generation: what fails again may be in the way of the process that runs it
 LOOK_S = 5.0  # between two looks at what else may be parked here, and what may not stay
 MEMORY_FREED_S = 2.0  # until what a process had can be used again
-_RETRY_S = 0.2
+_RETRY_S, _LOOK_AGAIN_S = 0.2, 0.01
 
 
 @dataclass(eq=False)
@@ -48,6 +49,7 @@ class Rehearsal:
     source: NodeId
     history: CallHistory
     told: Step = NO_STEP
+    room: local.Parked | None = None  # of its device, when it had parked there
     doubted: bool = False  # people have been told that it could not be told of the first steps
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -91,6 +93,7 @@ class TakeOvers:
         self._home_at = self._look_at = NEVER  # when a process may be parked at home, and when that is looked at next
         self._home_tries: Counter[Slot] = Counter()  # in this generation
         self._admitting = asyncio.Lock()
+        self._device_needs = Counter[Slot]()  # the most bytes that a rehearsal has taken of the slot's device
         self.rehearsals: dict[Process, Rehearsal] = {}
 
     # ---- rehearsals
@@ -136,16 +139,26 @@ class TakeOvers:
 
     async def _stand_in(self, slot: Slot, rank: Rank, source: NodeId) -> None:
         """Have a process rehearse `rank` to stand in for it, if there is room."""
-        async with self._admitting:  # one after another: each takes memory that the next one has not
-            began = loop_time()
-            while not await self._has_room():
-                if loop_time() - began >= MEMORY_FREED_S:
-                    self._beginning.pop((slot, rank), None)
-                    if slot.rank < 0:
-                        self._node.feed(api.SpareFull(slot.local_rank, rank))
-                    return
-                await asyncio.sleep(_RETRY_S)
-            await self._begin_in_time(slot, rank, source, stands_in=True)
+        while True:
+            async with self._admitting:  # one after another: each takes memory that the next one has not
+                if not self._rehearses_on_device(slot):
+                    return await self._admit(slot, rank, source)
+            await asyncio.sleep(_RETRY_S)
+
+    def _rehearses_on_device(self, slot: Slot) -> bool:
+        """Return whether a rehearsal takes the slot's device, and so much of it that nobody knows yet."""
+        return any(one.profile.on_device and one.room is None for one in self._in(slot) if one.stands_in)
+
+    async def _admit(self, slot: Slot, rank: Rank, source: NodeId) -> None:
+        began = loop_time()
+        while not await self._has_room(slot):
+            if loop_time() - began >= MEMORY_FREED_S:
+                self._beginning.pop((slot, rank), None)
+                if slot.rank < 0:
+                    self._node.feed(api.SpareFull(slot.local_rank, rank))
+                return
+            await asyncio.sleep(_RETRY_S)
+        await self._begin_in_time(slot, rank, source, stands_in=True)
 
     async def _begin_in_time(self, slot: Slot, rank: Rank, source: NodeId, stands_in: bool = False) -> None:
         began = loop_time()
@@ -182,14 +195,15 @@ class TakeOvers:
         """Return the rehearsal of the slot's rank by the process that is to run it."""
         return self.rehearsals.get(slot.living) if slot.living is not None and slot.living.rank == slot.rank else None
 
-    async def _has_room(self) -> bool:
-        """Return whether another process may be parked here: on a spare the first host's always."""
+    async def _has_room(self, slot: Slot) -> bool:
+        """Return whether another process may be parked in a slot: on a spare the first host's always."""
         slots, parked = self._node.slots, [one for one in self.rehearsals.values() if one.stands_in]
         running = [slot.running.pid for slot in slots if slot.running is not None]
         if not running and len(parked) < len(slots):
             return True
-        if not running and any(one.profile.on_device for one in parked):
-            return False  # what another one takes there is not known
+        rooms = [one.room.free for one in self._in(slot) if one.room is not None]
+        if not running and rooms and min(rooms) < self._device_needs[slot]:
+            return False
         done = [one.process.pid for one in parked if one.finished.is_set()]
         limits = len(parked) - len(done), self._node.config.park_memory_bytes
         host, count = self._node.host, len(parked)
@@ -212,6 +226,16 @@ class TakeOvers:
         if process.peer is not None:
             process.peer.send(local.Park())
         rehearsal.following = asyncio.get_running_loop().create_task(self._prepare(rehearsal))
+
+    def parked(self, process: Process, message: local.Parked) -> None:
+        """Note what a rehearsal has left of its device: it took the rest, or what the one before it had left."""
+        if (rehearsal := self.rehearsals.get(process)) is None:
+            return
+        slot = rehearsal.slot
+        before = min((one.room.free for one in self._in(slot) if one.room is not None), default=message.total)
+        took = before - message.free + message.peak
+        self._device_needs[slot] = max(took, self._device_needs[slot])
+        rehearsal.room = message
 
     def _is_first(self, rehearsal: Rehearsal) -> bool:
         """Return whether it is of the host that a spare has rehearsed first."""
@@ -412,11 +436,18 @@ class TakeOvers:
             slot.rank = rank
             self._stop_beginning(slot)
             self._promote(slot)
-            self._taking.start(self._take_over(plan, slot, sources.get(rank)))
+            others = [process.pid for process in slot.stand_ins.values()]
+            self._taking.start(self._take_over(plan, slot, sources.get(rank), others))
         for slot in slots if ranks else ():
             for rank in slot.stand_ins.keys() - {slot.rank}:  # their memory is needed now
                 self.end(slot, rank)
         self._workers.replace_store(plan.store)
+
+    async def _left(self, pids: Sequence[int]) -> None:
+        """Wait for processes that were ended: training takes the memory of the device that they have."""
+        began, processes = loop_time(), self._node.host.processes
+        while loop_time() - began < MEMORY_FREED_S and not all(map(processes.has_left, pids)):
+            await asyncio.sleep(_LOOK_AGAIN_S)
 
     def cancel(self) -> None:
         """Give up the take-overs that are under way."""
@@ -435,8 +466,11 @@ class TakeOvers:
         else:
             self._join(plan, slot)
 
-    async def _take_over(self, plan: SwapPlan, slot: Slot, source: Source | None) -> None:
-        """Fetch the rank's state (from this node, without `source`), mirror it, and hand it to a ready process."""
+    async def _take_over(self, plan: SwapPlan, slot: Slot, source: Source | None, others: Sequence[int]) -> None:
+        """Fetch the rank's state (from this node, without `source`), mirror it, and hand it to a ready process.
+
+        Args: others: the processes that stood in for other ranks in this slot, which are ended.
+        """
         rank, step, timeout_s = slot.rank, plan.restore_step, self._node.config.start_timeout_s
         rehearsal = self._of(slot)
         covered = rehearsal is not None and rehearsal.finished.is_set()
@@ -448,6 +482,8 @@ class TakeOvers:
             async with asyncio.timeout(timeout_s):
                 await rehearsal.finished.wait()
             await rehearsal.tell()
+            if rehearsal.profile.on_device:
+                await self._left(others)
         except (TimeoutError, DeadpoolError) as error:
             reason = str(error) or f"its rehearsal took more than {timeout_s:g} s"
             reason = f"could not be taken over: {reason}"

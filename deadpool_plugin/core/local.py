@@ -119,7 +119,7 @@ class RankReady(LocalMessage, frozen=True):
     layout_hash: str
     replicas: tuple[Rank, ...]  # who has the same payload
     recording: bytes  # of its start-up collectives (opaque), which a rehearsal replays
-    on_device: bool = False  # some of its state is in a device's memory
+    on_device: bool = False  # it uses a device
 
 
 class ArenaHandOver(LocalMessage, frozen=True):
@@ -166,6 +166,15 @@ class History(LocalMessage, frozen=True):
 
 class Park(LocalMessage, frozen=True):
     """A rehearser will wait for long: it gives back the memory that a restore overwrites."""
+
+
+class Parked(LocalMessage, frozen=True):
+    """A rehearser has parked, and keeps memory of a device. All in bytes."""
+
+    rank: Rank
+    free: Count  # of the device, for anybody
+    total: Count
+    peak: Count  # what its allocator has had at most, beyond what it has now
 
 
 class Moved(LocalMessage, frozen=True):
@@ -228,7 +237,7 @@ class WorkerEvent(LocalMessage, frozen=True):
 AnyLocalMessage = (
     SupervisorHello | StandbyExited | Leaving | End | StandbyHello | RunRank | RunsRank | EndProcess | WorkerExited
     | CannotEnd | WorkerHello | RehearsalOutput | StackFile | StoreOffer | HostStore | StartGroups | RankReady
-    | ArenaHandOver | Staged | Committed | Abort | Join | Recording | Rehearsed | History | Park | Moved | WorkerMoved
-    | ConnectionBroke | TakeOver | Unwound | Saving | WorkerRestored | OutOfReach | CheckpointSaved | Failing
-    | WorkerFinished | WorkerEvent
+    | ArenaHandOver | Staged | Committed | Abort | Join | Recording | Rehearsed | History | Park | Parked | Moved
+    | WorkerMoved | ConnectionBroke | TakeOver | Unwound | Saving | WorkerRestored | OutOfReach | CheckpointSaved
+    | Failing | WorkerFinished | WorkerEvent
 )  # fmt: skip

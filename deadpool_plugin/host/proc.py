@@ -366,6 +366,11 @@ class Processes:
         status = look(pid)
         return status is None or status.ending
 
+    def has_left(self, pid: int) -> bool:
+        """Return whether `pid` has closed its files, and so has no memory of a device any more."""
+        status = look(pid)
+        return status is None or status.state in "ZX"
+
     catches = staticmethod(catches)
 
     def kill(self, pid: int) -> None:

@@ -181,9 +181,7 @@ class Follow:
                     case local.History(records), _:
                         self._segments.extend(records)
                     case local.Park(), _:
-                        gc.collect()
-                        give_back((*self._context.adapter.state.shard, *self._context.adapter.state.derived))
-                        linux.trim_memory()
+                        self._park()
                     case local.TakeOver() as order, (descriptor,):
                         self._take_over(order, descriptor)
                         return False
@@ -195,6 +193,15 @@ class Follow:
                 self._told_at = now
                 self._context.link.send(local.Moved(self._rank, self._step))
         return True
+
+    def _park(self) -> None:
+        gc.collect()
+        give_back((*self._context.adapter.state.shard, *self._context.adapter.state.derived))
+        linux.trim_memory()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+            peak = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+            self._context.link.send(local.Parked(self._rank, *torch.cuda.mem_get_info(), peak))
 
     def _draw_alike(self) -> None:
         # If the script drew random numbers after this call, it shall draw the same here.

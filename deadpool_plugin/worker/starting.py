@@ -127,7 +127,7 @@ class Starting:
         layout = Layout(context.adapter.state.shard)
         recording = codec.encode([context.groups.stop_recording(), layout.digest, *self.unwatch()])
         sizes, replicas = (self._header_bytes, layout.payload_bytes), context.adapter.state.replicas()
-        on_device = any(tensor.device.type != "cpu" for tensor in layout.tensors)
+        on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         context.link.send(local.RankReady(self._rank, *sizes, layout.digest, replicas, recording, on_device))
         _, (descriptor,) = context.link.receive(local.ArenaHandOver)
         slots = SlotPair.attach(descriptor, self._rank, *sizes)

@@ -329,7 +329,7 @@ class Parking:
         for _ in range(int(seconds)):
             self.clock += 1.0
             step = self.takeovers._committed + 1
-            for rank in range(2):
+            for rank in range(8):
                 self.takeovers._store.history(rank).append(step, b"records")
             self.takeovers.committed(step)
             for _ in range(4):
@@ -482,16 +482,84 @@ def test_a_spare_that_takes_a_host_over_ends_what_it_has_parked_of_others(monkey
             job.rehearsed()
         assert job.stand_ins == [1, 0]
         taker, other, taken = slot.stand_ins[0], slot.stand_ins[1], []
+        other.pid = 2**22 + 1  # there is none
 
-        async def take_over(plan, slot, source):
-            taken.append(slot.process)
+        async def take_over(plan, slot, source, others):
+            taken.append((slot.process, others))
 
         monkeypatch.setattr(job.takeovers, "_take_over", take_over)
         plan = SwapPlan(World(1, (1, 2)), restore_step=1, lost_nodes=(0,), sources=(), store="h:1")
         job.takeovers.act(plan)
         await asyncio.sleep(0)
-        assert slot.process is taker and taken == [taker] and job.stand_ins == []
+        assert slot.process is taker and taken == [(taker, [other.pid])] and job.stand_ins == []
         told = cast(Told, slot.standby).told
         assert told[-2:] == [local.RunsRank(taker.order), local.EndProcess(other.order)]
+
+    asyncio.run(scenario())
+
+
+def test_a_spare_parks_on_its_devices_what_they_have_room_for(monkeypatch):
+    """Two slots, each with a device: one rehearsal after another on each, while its largest so far fits once more."""
+
+    async def scenario():
+        job = Parking(monkeypatch, slots=2, stands_by=True)
+        job.takeovers._node.world = World(0, (0, 0, 2, 2, 3, 3, 4, 4), (1,))
+        for rank, profile in job.takeovers._mirroring.profiles.items():
+            recording = msgspec.msgpack.encode(msgspec.structs.replace(profile, on_device=True))
+            job.takeovers._store.recordings[rank] = recording
+            for other in (rank + 2, rank + 4, rank + 6):
+                job.takeovers._store.recordings[other] = recording
+
+        def parks(rank: int, free: int) -> None:
+            process = job.slots[rank % 2].stand_ins[rank]
+            job.takeovers.parked(process, local.Parked(rank, free, total=80, peak=10))
+
+        for rank in (0, 1):
+            job.takeovers.order(job.slots[rank], rank, 1)
+        await job.passes(4)
+        assert job.stand_ins == [0, 1]
+        for rank in (2, 3, 4):
+            job.takeovers.order(job.slots[rank % 2], rank, 1)
+        job.rehearsed()
+        await job.passes(2 * MEMORY_FREED_S)
+        assert job.stand_ins == [0, 1], "what is left is not known"
+        parks(0, free=60)
+        await job.passes(4)
+        assert job.stand_ins == [0, 2, 1], "the other device is still in use"
+        parks(1, free=31)  # it takes 49 of 80, and 10 more at its peak
+        await job.passes(MEMORY_FREED_S + 4)
+        assert job.stand_ins == [0, 2, 1] and api.SpareFull(1, 3) in job.fed
+        job.rehearsed()
+        parks(2, free=40)
+        await job.passes(4)
+        assert job.stand_ins == [0, 2, 4, 1]
+        job.takeovers.order(job.slots[0], 6, 1)
+        job.rehearsed()
+        parks(4, free=29)  # the first has taken 30 at its peak
+        await job.passes(MEMORY_FREED_S + 4)
+        assert api.SpareFull(0, 6) in job.fed
+        job.takeovers.end(job.slots[0], 4)
+        job.takeovers.order(job.slots[0], 6, 1)
+        await job.passes(4)
+        assert job.stand_ins == [0, 2, 6, 1]
+
+    asyncio.run(scenario())
+
+
+def test_training_waits_until_its_device_is_free_of_what_was_parked(monkeypatch):
+    async def scenario():
+        job = Parking(monkeypatch, slots=1, stands_by=True)
+        looked = []
+
+        class Processes:
+            def has_left(self, pid):
+                looked.append(pid)
+                return len(looked) > 5
+
+        job.takeovers._node.host.processes = Processes()  # type: ignore[assignment]
+        await job.takeovers._left([])
+        assert not looked
+        await job.takeovers._left([7])
+        assert looked == [7] * 6
 
     asyncio.run(scenario())

@@ -69,7 +69,7 @@ def handed_over(meanwhile, cancel: bool = False, ready: bool = False, said=None)
         slot, peer = Slot(0, rank=0, process=process), Peer(process)
         process.peer = cast(LocalPeer, peer)
         history = cast(CallHistory, types.SimpleNamespace(last=-1))
-        rehearsal = Rehearsal(slot, process, stand_in(local.RankReady), 0, history)
+        rehearsal = Rehearsal(slot, process, local.RankReady(0, 4096, 0, "", (0,), b""), 0, history)
         store = SnapshotStore()
         store.fence(PLAN.world.generation)
         store.create_own(0, 4096, 0)
@@ -85,7 +85,7 @@ def handed_over(meanwhile, cancel: bool = False, ready: bool = False, said=None)
         takeovers._bring = bring
         if ready:
             rehearsal.finished.set()
-        taking = asyncio.create_task(takeovers._take_over(PLAN, slot, None))
+        taking = asyncio.create_task(takeovers._take_over(PLAN, slot, None, ()))
         await asyncio.sleep(0)
         rehearsal.finished.set()
         if cancel:
