@@ -93,14 +93,24 @@ class Place:
 
 
 class CardJob(Job):
-    """Looks at the card's memory and at the survivors of all faults before each of them, while all ranks wait."""
+    """Looks at the card's memory and at the survivors of all faults before each of them, while all ranks wait.
+
+    If it `parks`, that is not before the spare has rehearsed every host.
+    """
 
     def __init__(self, device: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.device = device
+        self.device, self.parks = device, False
         self.in_use: dict[str, list[int]] = defaultdict(list)
 
     def before_fault(self, outcome: Outcome) -> None:
+        if self.parks:
+            self.until("every host's rehearsal", lambda: len(self.tail.of("SpareReady")) == RANKS)
+            for pid, node in self.cluster.living().items():
+                name = Path(f"/proc/{pid}/comm").read_text()
+                if node == RANKS and name.startswith("python-spare") and (sample := look(pid)):
+                    self.in_use["KiB of the card, parked"].append(sample["device_kib"])
+                    self.in_use["KiB private, parked"].append(sample["private_kib"])
         if self.device == "cuda":
             self.in_use["MiB of the card"].append(card.used_mib())
         for rank in SURVIVORS:
@@ -119,7 +129,7 @@ def planned(faults: list[Fault], updates_by: list[int], spacing: int = SPACING) 
 
 def train(
     place: Place, figures: Figures, name: str, faults: list[Fault], layout: str = PIPELINE, precision: str = BF16,
-    spacing: int = SPACING, then: Sequence[Kill] = (), may_lose_more: bool = False,
+    spacing: int = SPACING, then: Sequence[Kill] = (), may_lose_more: bool = False, parks: bool = False,
 ) -> CardJob:  # fmt: skip
     """Run one job with these faults, and `then` those. Raises: AssertionError if anything does not hold.
 
@@ -130,6 +140,7 @@ def train(
     undisturbed = place.undisturbed(training)
     kills = [*planned(faults, cells.updates(undisturbed), spacing), *then]
     job = place.job(name, training, kills)
+    job.parks = parks
     verdict = job.run(undisturbed)
     problems = [outcome.problem for outcome in verdict.outcomes if outcome.problem]
     lost, struck = job.tail.of("RankLost"), sum(kill.kind not in ("node", "silent") for kill in kills)
@@ -191,6 +202,14 @@ def many(place: Place, figures: Figures) -> None:
     assert not leaks, f"more with every swap: {leaks}"
 
 
+def parked(place: Place, figures: Figures) -> None:
+    """A spare parks a process for every host on the card. One takes over; the others leave the card before."""
+    job = train(place, figures, "parked", [("node", "forward", 2)], parks=True)
+    assert len(job.in_use["KiB of the card, parked"]) == RANKS, dict(job.in_use)
+    taken = [(event["rank"], event["covered"]) for event in job.tail.of("RankTakenOver")]
+    assert taken == [(2, True)], taken
+
+
 def twice(place: Place, figures: Figures) -> None:
     """A second process is lost while groups are built after the first loss: half-made communicators are cut off."""
     second = Kill(1, -1, 0, "on:GroupsRebuilt", "rank", 2, after=0)
@@ -224,6 +243,7 @@ CHECKS = {
     "a CUDA context that dies in a swap": dead_in_swap,
     f"{SWAPS} swaps in one job": many,
     "a loss while groups are built": twice,
+    "every host parked on the card": parked,
     "CUDA graphs are refused by name": graphs_refused,
     "losses, overlapped communication": overlapped,
     "losses, fp16": losses_fp16,
