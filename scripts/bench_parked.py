@@ -19,6 +19,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -164,6 +165,7 @@ def main() -> int:
         "--limit", type=float, default=900.0, help="seconds until a job trains, and until it is covered"
     )
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job under way is ended, too
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     make_corpus.ensure(CACHE / "corpus")
