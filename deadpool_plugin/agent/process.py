@@ -35,6 +35,7 @@ from ..transport.unix import LocalPeer, close_descriptors
 from .links import Links
 from .mirroring import Mirroring
 from .node import LocalNode, Slot
+from .rehearsals import Rehearsals
 from .reports import Reports
 from .takeovers import TakeOvers
 from .workers import Workers
@@ -66,8 +67,9 @@ class Agent:
         self._controller = Controller(place.node, timing_of(config), policy_of(config))
         self._links = Links(node)
         self._mirroring = Mirroring(node)
-        self._workers = Workers(node, lambda slot: self._takeovers.replace(slot))
-        self._takeovers = TakeOvers(node, self._workers, self._mirroring)
+        self._workers = Workers(node, lambda slot: self._rehearsals.replace(slot))
+        self._rehearsals = Rehearsals(node, self._workers, self._mirroring)
+        self._takeovers = TakeOvers(node, self._workers, self._mirroring, self._rehearsals)
         host.serve(self._on_message, self._workers.closed)
         host.store.on_corrupt(lambda rank, step: soon(self._loop, self.feed, api.HoldingsDropped(rank, step - 1)))
         self._loop.set_exception_handler(lambda _, context: self._unhandled(context))
@@ -249,7 +251,7 @@ class Agent:
         elif isinstance(message, local.WorkerHello):
             self._workers.worker(peer, message)
             if isinstance(peer.tag, Slot) and (process := peer.tag.of_peer(peer)):  # else it has been overtaken
-                self._takeovers.introduced(peer, process)
+                self._rehearsals.introduced(peer, process)
         elif not isinstance(peer.tag, Slot):
             close_descriptors(descriptors)
         elif isinstance(message, local.RehearsalOutput):
@@ -276,14 +278,14 @@ class Agent:
                 process.unwound_for, process.in_training = max(process.unwound_for, generation), True
                 self.feed(message)
             case local.Rehearsed() if process:
-                self._takeovers.rehearsed(process, message)
+                self._rehearsals.rehearsed(process, message)
             case local.Parked() if process:
-                self._takeovers.parked(process, message)
+                self._rehearsals.parked(process, message)
             case local.Moved():
                 if process is slot.process:
-                    self._takeovers.moved(slot, message)
+                    self._rehearsals.moved(slot, message)
             case local.Failing() if process:
-                self._takeovers.failing(slot, process, message)
+                self._rehearsals.failing(slot, process, message)
             case local.StoreOffer() if process:
                 self._workers.store_offer(slot, process, message)
             case local.OutOfReach() if process:  # another goes on here, by the records of the steps it need not redo
@@ -310,12 +312,12 @@ class Agent:
             case api.StartWorkers():
                 self._workers.start_groups(action.world.generation, action.store)
             case api.StartRehearsal():
-                self._takeovers.order(self._node.slots[action.local_slot], action.rank, action.source)
+                self._rehearsals.order(self._node.slots[action.local_slot], action.rank, action.source)
             case api.EndRehearsal():
-                self._takeovers.end(self._node.slots[action.local_slot], action.rank)
+                self._rehearsals.end(self._node.slots[action.local_slot], action.rank)
             case api.Commit(step=step):
                 self._workers.commit(step)
-                self._takeovers.committed(step)
+                self._rehearsals.committed(step)
                 self._mirroring.committed(step)
             case api.AbortWorkers(generation=generation):
                 self._takeovers.cancel()
@@ -391,7 +393,8 @@ class Agent:
         """End the links, the workers and the supervisors; every wait but one has a deadline. Returns: the exit code."""
         workers, node = self._workers, self._node.id
         self._host.end_commands()
-        self._takeovers.drop()
+        self._takeovers.cancel()
+        self._rehearsals.drop()
         workers.end(exit_code)
         goodbye = Goodbye(self._controller.generation, self._verdict) if exit_code != EXIT_FENCED else None
         await self._links.mesh.close(goodbye)

@@ -1,427 +1,53 @@
-"""Rehearsals and take-overs: processes that go through a rank's script alone, and plans that give them the rank.
+"""Take-overs: what a plan gives this node's slots, and how a rehearsed process gets a rank.
 
-Rules of this file: a rehearsal has one process, one recording and one growing history. Records are pulled from the
-node that runs the rank, in step order, and only up to what is committed. On a spare a rehearsal begins on order; on the
-rank's own node when the rank has lost its process, or before that (`park_at_home`). A process that has rehearsed and is
-not needed yet is parked: it has given back what a restore overwrites, and follows every FOLLOW_S. Survivors of a plan
-are told at once. A further plan cancels what is still under way.
+Rules of this file: survivors of a plan are told at once. A further plan cancels what is still under way.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from .. import events
 from ..core import api, local
 from ..core.placement import LocalSlot, divide
-from ..core.types import NEVER, NO_STEP, NodeId, Rank, Source, Step, SwapPlan
-from ..errors import DeadpoolError, MemoryShortage, invariant, present
-from ..mirror.records import ROW_STEPS, CallHistory, HistoryPruned, row_end, steps_in
-from ..mirror.wire import RefusedByPeer, how_many_fit
+from ..core.types import NO_STEP, Source, Step, SwapPlan
+from ..errors import DeadpoolError, invariant, present
 from ..transport.tasks import Tasks, begin, loop_time
-from ..transport.unix import LocalPeer
 from .mirroring import Mirroring
-from .node import LocalNode, Process, Slot
+from .node import LocalNode, Slot
+from .rehearsals import MEMORY_FREED_S, Rehearsal, Rehearsals
 from .workers import Workers
 
-PULL_STEPS = 16 * ROW_STEPS  # the most steps of records in one request, which has a connection of its own
-DIFFERS_CODE = 1  # exit code of a job whose data cannot be read again
-SAY_MOVED_S = 10.0  # between two lines about a newcomer on its way
-FOLLOW_S = 0.5  # between two times that a parked process is told of further steps: some 30 at 50 steps/s
-HOME_AFTER_S = 30.0  # of training without a loss, before processes are parked at home
-HOME_TRIES = 2  # of a rank in a generation: what fails again may be in the way of the process that runs it
-LOOK_S = 5.0  # between two looks at what else may be parked here, and what may not stay
-MEMORY_FREED_S = 2.0  # until what a process had can be used again
-_RETRY_S, _LOOK_AGAIN_S = 0.2, 0.01
-
-
-@dataclass(eq=False)
-class Rehearsal:
-    """A process's rehearsal of its rank. `history` is what has been pulled; `told` the newest step it knows."""
-
-    slot: Slot
-    process: Process
-    profile: local.RankReady
-    source: NodeId
-    history: CallHistory
-    told: Step = NO_STEP
-    room: local.Parked | None = None  # of its device, when it had parked there
-    doubted: bool = False  # people have been told that it could not be told of the first steps
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
-    pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
-    following: asyncio.Task[None] | None = None
-    followed_at: float = 0.0
-
-    @property
-    def rank(self) -> Rank:
-        return self.process.rank
-
-    @property
-    def stands_in(self) -> bool:
-        return self.slot.stand_ins.get(self.rank) is self.process
-
-    @property
-    def listener(self) -> LocalPeer | None:
-        """The connection to its process, None if it can be told nothing."""
-        return None if self.process.ended else self.process.peer
-
-    async def tell(self) -> None:
-        """Pass on to the process what it does not know yet, as fast as it reads. Raises: HistoryPruned."""
-        last = self.history.last
-        while self.told < last and (peer := self.listener) is not None:
-            records = self.history.get(self.told + 1, min(last, row_end(self.told + 1)))
-            records = records[: how_many_fit(records)]
-            peer.send(local.History(records))
-            self.told += sum(map(steps_in, records))
-            await peer.drained()
+_LOOK_AGAIN_S = 0.01
 
 
 class TakeOvers:
-    """The rehearsals of this node's slots, and the take-overs of the newest plan."""
+    """The take-overs of the newest plan, by processes of `rehearsals`."""
 
-    def __init__(self, node: LocalNode, workers: Workers, mirroring: Mirroring) -> None:
-        self._node, self._workers, self._mirroring = node, workers, mirroring
+    def __init__(self, node: LocalNode, workers: Workers, mirroring: Mirroring, rehearsals: Rehearsals) -> None:
+        self._node, self._workers, self._mirroring, self._rehearsals = node, workers, mirroring, rehearsals
         self._store, self._taking = node.host.store, Tasks()
-        self._committed: Step = NO_STEP
-        self._restore_step: Step = NO_STEP  # of the newest plan
-        self._said_at, self._said_of = 0.0, -1
-        self._beginning: dict[tuple[Slot, Rank], asyncio.Task[None]] = {}  # rehearsals, until they have begun
-        self._home_at = self._look_at = NEVER  # when a process may be parked at home, and when that is looked at next
-        self._home_tries: Counter[Slot] = Counter()  # in this generation
-        self._admitting = asyncio.Lock()
-        self._device_needs = Counter[Slot]()  # the most bytes that a rehearsal has taken of the slot's device
-        self.rehearsals: dict[Process, Rehearsal] = {}
-
-    # ---- rehearsals
-
-    def order(self, slot: Slot, rank: Rank, source: NodeId) -> None:
-        self.end(slot, rank)
-        self._begin_soon(slot, rank, source)
-
-    def end(self, slot: Slot, rank: Rank) -> None:
-        """End what stands in for `rank`, or begins to."""
-        if (task := self._beginning.pop((slot, rank), None)) is not None:
-            task.cancel()
-        self._workers.end_stand_in(slot, rank)
-        self._settle()
-
-    def replace(self, slot: Slot) -> None:
-        """Have a slot that has lost its process another one, while the others agree on what to do."""
-        if slot.rank in self._store.recordings and not self._promote(slot):
-            self._begin_soon(slot, slot.rank, self._node.id)
-
-    def _promote(self, slot: Slot) -> bool:
-        if (process := self._workers.promote(slot)) is None:
-            return False
-        self._stop_beginning(slot)
-        self._stop_following(self.rehearsals[process])
-        return True
-
-    def _begin_soon(self, slot: Slot, rank: Rank, source: NodeId, stands_in: bool = False) -> None:
-        if (before := self._beginning.get((slot, rank))) is not None:
-            before.cancel()
-        begins = self._stand_in if stands_in or slot.rank < 0 else self._begin_in_time
-        self._beginning[slot, rank] = asyncio.get_running_loop().create_task(begins(slot, rank, source))
-
-    def _stop_beginning(self, slot: Slot) -> None:
-        for key in [key for key in self._beginning if key[0] is slot]:
-            if (task := self._beginning.pop(key)) is not asyncio.current_task():
-                task.cancel()
-
-    def _stop_following(self, rehearsal: Rehearsal) -> None:
-        task, rehearsal.following = rehearsal.following, None
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
-
-    async def _stand_in(self, slot: Slot, rank: Rank, source: NodeId) -> None:
-        """Have a process rehearse `rank` to stand in for it, if there is room."""
-        while True:
-            async with self._admitting:  # one after another: each takes memory that the next one has not
-                if not self._rehearses_on_device(slot):
-                    return await self._admit(slot, rank, source)
-            await asyncio.sleep(_RETRY_S)
-
-    def _rehearses_on_device(self, slot: Slot) -> bool:
-        """Return whether a rehearsal takes the slot's device, and so much of it that nobody knows yet."""
-        return any(one.profile.on_device and one.room is None for one in self._in(slot) if one.stands_in)
-
-    async def _admit(self, slot: Slot, rank: Rank, source: NodeId) -> None:
-        began = loop_time()
-        while not await self._has_room(slot):
-            if loop_time() - began >= MEMORY_FREED_S:
-                self._beginning.pop((slot, rank), None)
-                if slot.rank < 0:
-                    self._node.feed(api.SpareFull(slot.local_rank, rank))
-                return
-            await asyncio.sleep(_RETRY_S)
-        await self._begin_in_time(slot, rank, source, stands_in=True)
-
-    async def _begin_in_time(self, slot: Slot, rank: Rank, source: NodeId, stands_in: bool = False) -> None:
-        began = loop_time()
-        while True:
-            try:
-                await self.begin(slot, rank, source, stands_in)
-                return
-            except DeadpoolError as error:  # who has come to run the rank just now may not hold its recording yet
-                if not isinstance(error, RefusedByPeer) or loop_time() - began >= self._node.config.patience_s:
-                    self._beginning.pop((slot, rank), None)
-                    return self._fail(slot, rank, str(error))
-            await asyncio.sleep(_RETRY_S)
-
-    async def begin(self, slot: Slot, rank: Rank, source: NodeId, stands_in: bool = False) -> Rehearsal:
-        """Get the rank's recording, from `source` if it is not here, and have a process rehearse it."""
-        profile = await self._mirroring.recording(source, rank)
-        process = self._workers.order(slot, rank, rehearses=True, stands_in=stands_in)
-        history = CallHistory(self._node.config.history_limit_bytes)
-        rehearsal = self.rehearsals[process] = Rehearsal(slot, process, profile, source, history)
-        self._beginning.pop((slot, rank), None)
-        self._settle()
-        return rehearsal
-
-    def _settle(self) -> None:
-        """Forget rehearsals whose process has ended, and the memory that was reserved for them."""
-        self.rehearsals = {process: one for process, one in self.rehearsals.items() if not process.ended}
-        self._store.drop_prepared({other.rank for other in self.rehearsals.values()})
-
-    def _in(self, slot: Slot) -> list[Rehearsal]:
-        """List the rehearsals that are under way or done in `slot`, if their processes live."""
-        return [one for one in self.rehearsals.values() if one.slot is slot and not one.process.ended]
-
-    def _of(self, slot: Slot) -> Rehearsal | None:
-        """Return the rehearsal of the slot's rank by the process that is to run it."""
-        return self.rehearsals.get(slot.living) if slot.living is not None and slot.living.rank == slot.rank else None
-
-    async def _has_room(self, slot: Slot) -> bool:
-        """Return whether another process may be parked in a slot: on a spare the first host's always."""
-        slots, parked = self._node.slots, [one for one in self.rehearsals.values() if one.stands_in]
-        running = [slot.running.pid for slot in slots if slot.running is not None]
-        if not running and len(parked) < len(slots):
-            return True
-        rooms = [one.room.free for one in self._in(slot) if one.room is not None]
-        if not running and rooms and min(rooms) < self._device_needs[slot]:
-            return False
-        done = [one.process.pid for one in parked if one.finished.is_set()]
-        limits = len(parked) - len(done), self._node.config.park_memory_bytes
-        host, count = self._node.host, len(parked)
-        return await host.in_thread(lambda: host.fits_beside(count, done or running, *limits))
-
-    def introduced(self, peer: LocalPeer, process: Process) -> None:
-        if (rehearsal := self.rehearsals.get(process)) is not None:
-            peer.send(local.Recording(process.rank, rehearsal.profile.recording))
-
-    def rehearsed(self, process: Process, message: local.Rehearsed) -> None:
-        if (rehearsal := self.rehearsals.get(process)) is None or process.ended:
-            return
-        rehearsal.finished.set()
-        self._node.reports.emit(events.Rehearsed(rank=message.rank, duration_s=message.duration_s))
-        slot = rehearsal.slot
-        if not rehearsal.stands_in:
-            return
-        if slot.rank < 0:
-            self._stand_by(rehearsal)
-        if process.peer is not None:
-            process.peer.send(local.Park())
-        rehearsal.following = asyncio.get_running_loop().create_task(self._prepare(rehearsal))
-
-    def parked(self, process: Process, message: local.Parked) -> None:
-        """Note what a rehearsal has left of its device: it took the rest, or what the one before it had left."""
-        if (rehearsal := self.rehearsals.get(process)) is None:
-            return
-        slot = rehearsal.slot
-        before = min((one.room.free for one in self._in(slot) if one.room is not None), default=message.total)
-        took = before - message.free + message.peak
-        self._device_needs[slot] = max(took, self._device_needs[slot])
-        rehearsal.room = message
-
-    def _is_first(self, rehearsal: Rehearsal) -> bool:
-        """Return whether it is of the host that a spare has rehearsed first."""
-        return self._in(rehearsal.slot)[:1] == [rehearsal] and rehearsal.slot.rank < 0
-
-    def _stand_by(self, rehearsal: Rehearsal) -> None:
-        """Tell the controller of a spare what is rehearsed."""
-        firsts = [one for slot in self._node.slots for one in self._in(slot)[:1]]
-        if rehearsal in firsts and all(other.finished.is_set() for other in firsts):
-            # First: a spare that is short of memory for the mirrors that come with its ranks is not called ready.
-            # It stays: another attempt would cost a rehearsal and find no more memory, the last one would cost the
-            # spare (and everybody a swap), and the next loss then ends a job whose state it could have saved.
-            try:
-                self._mirroring.check_memory(rehearsal.profile, rehearsal.source)
-            except MemoryShortage as error:
-                lost = f"memory here does not hold what node {rehearsal.source} runs and mirrors"
-                self._doubt(rehearsal, f"{lost}: {error}")
-        self._node.feed(api.SpareRehearsed(rehearsal.slot.local_rank, rehearsal.rank))
-
-    def _doubt(self, rehearsal: Rehearsal, reason: str) -> None:
-        self._node.reports.emit(events.RehearsalFailed(rank=rehearsal.rank, reason=reason))
-        self._node.feed(api.SpareUnable(reason))
-
-    async def _prepare(self, rehearsal: Rehearsal) -> None:
-        rank, profile = rehearsal.rank, rehearsal.profile
-        shape = rank, profile.header_bytes, profile.payload_bytes
-        if self._is_first(rehearsal):  # once: memory for more is not there
-            try:
-                await self._node.host.in_thread(lambda: self._store.prepare_own(*shape))
-            except DeadpoolError as error:
-                self._node.reports.emit(events.Note(text=f"no arena for rank {rank} beforehand: {error}"))
-        await self._follow(rehearsal)
-
-    def committed(self, step: Step) -> None:
-        if self._committed == NO_STEP:
-            self._home_at = loop_time() + HOME_AFTER_S
-            self._home_tries.clear()
-        self._committed = max(self._committed, step)
-        for rehearsal in self.rehearsals.values():
-            follows = rehearsal.stands_in and rehearsal.finished.is_set() and not rehearsal.process.ended
-            if follows and (rehearsal.following is None or rehearsal.following.done()):
-                rehearsal.following = asyncio.get_running_loop().create_task(self._follow(rehearsal))
-        if loop_time() >= self._look_at:
-            self._look_at = loop_time() + LOOK_S
-            parked = [one for one in self.rehearsals.values() if one.stands_in and one.finished.is_set()]
-            if parked and self._node.host.is_short():
-                self._home_at = math.inf  # in this generation
-                if parked[-1].slot.rank < 0:
-                    self._node.feed(api.SpareShort())
-                else:
-                    self.end(parked[-1].slot, parked[-1].rank)
-            elif loop_time() >= self._home_at:
-                self._park_at_home()
-
-    def _park_at_home(self) -> None:
-        """Have the next rank of this node a process that stands in for it, one after another."""
-        config, slots = self._node.config.park_at_home, self._node.slots
-        if any(not one.finished.is_set() for slot in slots for one in self._in(slot)):
-            return
-        for slot in slots:
-            profile, running = self._mirroring.profiles.get(slot.rank), slot.running
-            wanted = profile is not None and (config or (config is None and not profile.on_device))
-            wanted = wanted and slot.rank not in slot.stand_ins and self._home_tries[slot] < HOME_TRIES
-            if wanted and running is not None and running.in_training:
-                self._home_tries[slot] += 1
-                return self._begin_soon(slot, slot.rank, self._node.id, stands_in=True)
-
-    async def _follow(self, rehearsal: Rehearsal) -> None:
-        # In batches: beside each of many processes that are parked, every step would cost this host too much.
-        await asyncio.sleep(max(0.0, rehearsal.followed_at + FOLLOW_S - loop_time()))
-        rehearsal.followed_at = loop_time()
-        try:
-            while rehearsal.told < self._committed and rehearsal.listener is not None:
-                await self.pull(rehearsal, rehearsal.source, self._committed)
-                await rehearsal.tell()
-        except DeadpoolError as error:
-            self._node.reports.emit(events.Note(text=f"cannot follow rank {rehearsal.rank} now: {error}"))
-            refused = isinstance(error, (RefusedByPeer, HistoryPruned))
-            if not refused or rehearsal.told != NO_STEP or rehearsal.doubted:
-                return
-            rehearsal.doubted = True  # what a process must begin with may have been dropped for good
-            if self._is_first(rehearsal):
-                self._doubt(rehearsal, str(error))
-            else:
-                self._workers.kill(rehearsal.slot, rehearsal.process, str(error))
-
-    async def pull(self, rehearsal: Rehearsal, source: NodeId, last: Step) -> None:
-        """Have the records up to `last`, from `source`. Raises: TransportError, HistoryPruned."""
-        history = rehearsal.history
-        async with rehearsal.pulling:
-            while history.last < last:
-                first, until = history.last + 1, min(last, row_end(history.last + PULL_STEPS))
-                history.append(until, *await self._mirroring.records(source, rehearsal.rank, first, until))
-                await asyncio.sleep(0)  # records that are here already do not suspend
-
-    def moved(self, slot: Slot, message: local.Moved) -> None:
-        """Report on a newcomer on its way through past steps, for whom everybody waits; of several, on one."""
-        if slot.rank != message.rank or slot.process is None:
-            return
-        self._node.feed(local.WorkerMoved(message.rank))
-        now, step, target = loop_time(), message.step, max(self._workers.committed, self._restore_step)
-        slot.process.moved_from = began, first = slot.process.moved_from or (now, step)
-        quiet_s = now - self._said_at
-        if quiet_s >= SAY_MOVED_S and (message.rank == self._said_of or quiet_s >= 2 * SAY_MOVED_S):
-            self._said_at, self._said_of = now, message.rank
-            left_s = (target - step) * (now - began) / (step - first) if first < step <= target else -1.0
-            self._node.reports.emit(events.CatchingUp(rank=message.rank, step=step, target=target, left_s=left_s))
-
-    def failing(self, slot: Slot, process: Process, message: local.Failing) -> None:
-        """Report the error a script ends with; before it trains that also ends the rehearsal."""
-        rank, reason, runs = message.rank, message.reason, process is slot.process and slot.rank == message.rank
-        process.failing, process.of_host = reason, message.of_host
-        if slot.pipe is not None and runs:
-            slot.pipe.note(f"rank {rank}'s script ended: {reason}")
-        if message.differs and runs:
-            self._node.reports.emit(events.RehearsalFailed(rank=rank, reason=reason))
-            # As any script's failure: another process begins anew; if that reads other data, too, the job ends.
-            self._workers.kill(slot, process, reason, DIFFERS_CODE)
-        elif process in self.rehearsals:
-            self._node.reports.emit(events.RehearsalFailed(rank=rank, reason=reason))
-            self._workers.kill(slot, process, reason)
-
-    def _fail(self, slot: Slot, rank: Rank, reason: str) -> None:
-        """Report that a rehearsal could not begin."""
-        self._node.reports.emit(events.RehearsalFailed(rank=rank, reason=reason))
-        if slot.rank < 0:
-            self._node.feed(api.SpareFailed(slot.local_rank, rank, reason))
-        elif slot.living is None:
-            self._node.feed(api.WorkerLost(rank, reason))
-
-    def swapped(self, owners: tuple[NodeId, ...], restore_step: Step) -> None:
-        """Enter a new world, back at `restore_step`: its nodes are the sources from now on."""
-        self._committed = NO_STEP
-        for slot, rank in [key for key in self._beginning if key[0].rank < 0]:
-            self._begin_soon(slot, rank, owners[rank])
-        self._settle()
-        for process, rehearsal in list(self.rehearsals.items()):
-            slot, rank, source = rehearsal.slot, rehearsal.rank, owners[rehearsal.rank]
-            self._stop_following(rehearsal)
-            if rehearsal.told <= restore_step:
-                rehearsal.source = source
-                rehearsal.history.truncate(restore_step)
-                continue
-            # A process cannot go back, so another one begins. A plan goes behind what was committed only if more was
-            # lost than `copies` cover.
-            del self.rehearsals[process]
-            if process is slot.process:
-                self._begin_soon(slot, rank, source)
-            else:
-                self._workers.end_stand_in(slot, rank)
-                if slot.rank < 0:
-                    self._node.feed(api.SpareDropped(slot.local_rank, rank))
-
-    def drop(self) -> None:
-        """Forget every rehearsal and take-over."""
-        self.cancel()
-        for rehearsal in self.rehearsals.values():
-            self._stop_following(rehearsal)
-        self.rehearsals.clear()
-        for slot in self._node.slots:
-            self._stop_beginning(slot)
-            for rank in list(slot.stand_ins):
-                self._workers.end_stand_in(slot, rank)
-
-    # ---- plans
 
     def act(self, plan: SwapPlan) -> None:
         """Hand out `plan`: Join to processes that run already, a take-over for every rank that is new here."""
         self.cancel()
         world, step, slots = plan.world, plan.restore_step, self._node.slots
-        self._restore_step = step
         if step == NO_STEP:  # training had not begun, so nothing is lost: every rank's script begins anew
-            self.drop()
+            self._rehearsals.drop()
             self._mirroring.start_over(world)
             return self._workers.form(world)
         self._workers.enter(world, step)
         self._mirroring.enter(world, step)
-        self.swapped(world.node_of, step)
+        self._rehearsals.swapped(world.node_of, step)
         sources = {source.rank: source for source in plan.sources}
         ranks, seen = world.ranks_of(self._node.id), list[LocalSlot]()
         for slot in slots:
             if slot.rank >= 0 and slot.rank not in ranks:  # this host stands by from now on
                 self._store.disown(slot.rank)
-                self.done(slot)
+                self._rehearsals.done(slot)
                 self._workers.vacate(slot)
-            rehearses = tuple(one.rank for one in self._in(slot))
+            rehearses = tuple(one.rank for one in self._rehearsals.in_slot(slot))
             seen.append(LocalSlot(slot.rank, slot.serving is not None, rehearses))
         staying, placed = divide(ranks, seen)
         left = sorted(set(ranks) - staying.keys() - placed.keys())
@@ -434,13 +60,13 @@ class TakeOvers:
         for rank, number in placed.items():
             slot = slots[number]
             slot.rank = rank
-            self._stop_beginning(slot)
-            self._promote(slot)
+            self._rehearsals.stop_beginning(slot)
+            self._rehearsals.promote(slot)
             others = [process.pid for process in slot.stand_ins.values()]
             self._taking.start(self._take_over(plan, slot, sources.get(rank), others))
         for slot in slots if ranks else ():
             for rank in slot.stand_ins.keys() - {slot.rank}:  # their memory is needed now
-                self.end(slot, rank)
+                self._rehearsals.end(slot, rank)
         self._workers.replace_store(plan.store)
 
     async def _left(self, pids: Sequence[int]) -> None:
@@ -472,11 +98,11 @@ class TakeOvers:
         Args: others: the processes that stood in for other ranks in this slot, which are ended.
         """
         rank, step, timeout_s = slot.rank, plan.restore_step, self._node.config.start_timeout_s
-        rehearsal = self._of(slot)
+        rehearsal = self._rehearsals.of(slot)
         covered = rehearsal is not None and rehearsal.finished.is_set()
         try:
             if rehearsal is None:
-                rehearsal = await self.begin(slot, rank, source.header_node if source else self._node.id)
+                rehearsal = await self._rehearsals.begin(slot, rank, source.header_node if source else self._node.id)
             await self._bring(step, source, rehearsal)
             self._mirroring.mirror_again(rank, step)
             async with asyncio.timeout(timeout_s):
@@ -493,7 +119,7 @@ class TakeOvers:
         if not await self._workers.take(slot, rehearsal.process, step):  # its loss is said already
             return
         pair = present(self._store.own(rank), f"rank {rank} is handed over without an arena")
-        self.done(slot)
+        self._rehearsals.done(slot)
         if self._workers.paused:  # a process that has come to run a rank meanwhile stands still, too
             self._workers.pause()
         if (peer := slot.serving) is not None:  # else its connection has ended, and so will it
@@ -509,11 +135,11 @@ class TakeOvers:
         if source is None and not store.owns(rank, step):
             source = Source(rank, self._node.id, self._node.id, rank)  # cut off before: it is here as a mirror still
         if source is None:
-            await self.pull(rehearsal, self._node.id, step)
+            await self._rehearsals.pull(rehearsal, self._node.id, step)
         else:
             fetching = begin(self._mirroring.bring(source, step, rehearsal.profile))
             try:
-                await self.pull(rehearsal, source.header_node, step)
+                await self._rehearsals.pull(rehearsal, source.header_node, step)
                 await fetching
             finally:
                 fetching.cancel()
@@ -521,10 +147,3 @@ class TakeOvers:
         if store.history(rank).last != step:
             store.histories[rank] = rehearsal.history.upto(step)
         self._mirroring.hold(rank, step)
-
-    def done(self, slot: Slot) -> None:
-        """Let go of the slot's process, which takes over, and of what has been ordered here before."""
-        self._stop_beginning(slot)
-        if slot.process is not None:
-            self.rehearsals.pop(slot.process, None)
-        self._settle()

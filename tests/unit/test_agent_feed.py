@@ -72,9 +72,9 @@ def test_what_the_loop_only_warns_of_is_noted_and_ends_nobody(member):
     ("message", "part", "method"),
     [
         (local.StoreOffer("h:1"), "_workers", "store_offer"),
-        (local.Failing(0, "no such token"), "_takeovers", "failing"),
-        (local.Moved(0, 3), "_takeovers", "moved"),
-        (local.Rehearsed(0, 1.0), "_takeovers", "rehearsed"),
+        (local.Failing(0, "no such token"), "_rehearsals", "failing"),
+        (local.Moved(0, 3), "_rehearsals", "moved"),
+        (local.Rehearsed(0, 1.0), "_rehearsals", "rehearsed"),
     ],
 )  # fmt: skip
 def test_what_a_process_says_reaches_the_part_whose_duty_it_is(member, message, part, method):

@@ -19,8 +19,8 @@ from deadpool_plugin import events
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process import Agent
+from deadpool_plugin.agent.rehearsals import Rehearsal, Rehearsals
 from deadpool_plugin.agent.reports import sentence
-from deadpool_plugin.agent.takeovers import Rehearsal, TakeOvers
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import NO_STEP, World
@@ -63,24 +63,24 @@ def test_a_process_that_followed_too_far_is_of_no_use(stands_by):
         node = local_node(host(stand_in(SnapshotStore)), fed.append, slots, node=2)
         workers = StandIn(Workers)
         workers.end_stand_in = lambda slot, rank: ended.append((slot.local_rank, rank))
-        takeovers = TakeOvers(node, cast(Workers, workers), Mirroring(node))
+        rehearsals = Rehearsals(node, cast(Workers, workers), Mirroring(node))
 
         async def begin(slot, rank, source, stands_in):
             begun.append((slot.local_rank, rank, source))
 
-        takeovers.begin = begin  # type: ignore[assignment]
+        rehearsals.begin = begin  # type: ignore[assignment]
         both = rehearsing(slots[0], 0, told=9), rehearsing(slots[1], 1, told=7)
-        takeovers.rehearsals = {one.process: one for one in both}
+        rehearsals.by_process = {one.process: one for one in both}
         if not stands_by:
             for slot in slots:
                 slot.rank, slot.process = slot.local_rank, slot.stand_ins.pop(slot.local_rank)
-        takeovers.swapped((5, 6), restore_step=7)
-        await asyncio.gather(*takeovers._beginning.values())
-        return takeovers
+        rehearsals.swapped((5, 6), restore_step=7)
+        await asyncio.gather(*rehearsals._beginning.values())
+        return rehearsals
 
-    takeovers = asyncio.run(scenario())
+    rehearsals = asyncio.run(scenario())
     assert (fed, ended, begun) == (([api.SpareDropped(0, 0)], [(0, 0)], []) if stands_by else ([], [], [(0, 0, 5)]))
-    kept = {one.rank: one.source for one in takeovers.rehearsals.values()}
+    kept = {one.rank: one.source for one in rehearsals.by_process.values()}
     assert kept == {1: 6}, "the other one has followed no further than the job went back"
 
 

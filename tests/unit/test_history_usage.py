@@ -13,8 +13,8 @@ from support.stand_in import fake, stand_in
 from deadpool_plugin import events
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
+from deadpool_plugin.agent.rehearsals import Rehearsal, Rehearsals
 from deadpool_plugin.agent.reports import sentence
-from deadpool_plugin.agent.takeovers import Rehearsal, TakeOvers
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.mirror import wire
@@ -77,13 +77,13 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
             store.history(4).append(step, bytes(10))
         process = slot.stand_ins[4] = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
         node = local_node(host(store), fed.append, [slot], node=3, reports=told, patience_s=1.0)
-        takeovers = TakeOvers(node, stand_in(Workers), Mirroring(node))
-        takeovers.rehearsals[process] = rehearsal = Rehearsal(
+        rehearsals = Rehearsals(node, stand_in(Workers), Mirroring(node))
+        rehearsals.by_process[process] = rehearsal = Rehearsal(
             slot, process, stand_in(local.RankReady), source=3, history=CallHistory(100)
         )
         rehearsal.finished.set()
         for step in (29, 30):
-            takeovers.committed(step)
+            rehearsals.committed(step)
             await present(rehearsal.following)
         return told
 

@@ -1,4 +1,4 @@
-"""agent/takeovers.py: where a rehearsal's recording comes from, how long it is asked for, what memory a spare needs."""
+"""agent/rehearsals.py: whence a recording comes, how long it is asked for, what a host has room for."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from support.stand_in import StandIn, fake, stand_in
 
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import LocalNode, Process, Slot
-from deadpool_plugin.agent.reports import Reports
-from deadpool_plugin.agent.takeovers import (
+from deadpool_plugin.agent.rehearsals import (
     HOME_AFTER_S,
     LOOK_S,
     MEMORY_FREED_S,
     PULL_STEPS,
     Rehearsal,
-    TakeOvers,
+    Rehearsals,
 )
+from deadpool_plugin.agent.reports import Reports
+from deadpool_plugin.agent.takeovers import TakeOvers
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import NO_STEP, SwapPlan, World
@@ -36,8 +37,8 @@ from deadpool_plugin.transport.unix import LocalPeer
 PEER = stand_in(LocalPeer)
 
 
-def takeovers_of(node: LocalNode, mirroring: Mirroring | None = None) -> TakeOvers:
-    return TakeOvers(node, stand_in(Workers), mirroring or Mirroring(node))
+def rehearsals_of(node: LocalNode, mirroring: Mirroring | None = None) -> Rehearsals:
+    return Rehearsals(node, stand_in(Workers), mirroring or Mirroring(node))
 
 
 def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[int, bool]:
@@ -45,7 +46,7 @@ def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[in
 
     async def scenario() -> tuple[int, bool]:
         slot, failed = Slot(0), list[object]()
-        takeovers = takeovers_of(local_node(slots=[slot], node=2, patience_s=patience_s))
+        rehearsals = rehearsals_of(local_node(slots=[slot], node=2, patience_s=patience_s))
         attempts = 0
 
         async def begin(slot, rank, source, stands_in):
@@ -54,16 +55,16 @@ def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[in
             if attempts < succeeds_at:
                 raise error
 
-        takeovers.begin = begin  # type: ignore[assignment]
-        takeovers._fail = lambda *arguments: failed.append(arguments)  # type: ignore[method-assign]
-        await takeovers._begin_in_time(slot, 0, 1)
+        rehearsals.begin = begin  # type: ignore[assignment]
+        rehearsals._fail = lambda *arguments: failed.append(arguments)  # type: ignore[method-assign]
+        await rehearsals._begin_in_time(slot, 0, 1)
         return attempts, bool(failed)
 
     return asyncio.run(asyncio.wait_for(scenario(), timeout=30))
 
 
 def test_who_runs_the_rank_since_a_moment_is_asked_again(monkeypatch):
-    monkeypatch.setattr("deadpool_plugin.agent.takeovers._RETRY_S", 0.0)
+    monkeypatch.setattr("deadpool_plugin.agent.rehearsals._RETRY_S", 0.0)
     assert asked(RefusedByPeer("no recording"), 60.0, succeeds_at=9) == (9, False)
     assert asked(RefusedByPeer("no recording"), 0.0, succeeds_at=9) == (1, True)
     assert asked(DeadpoolError("no process"), 60.0, succeeds_at=9) == (1, True)
@@ -85,15 +86,15 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
         on = host(cast(SnapshotStore, store))
         store.prepare_own = lambda *arguments: prepared.append(arguments)
         reports.emit = told.append
-        takeovers = takeovers_of(local_node(on, fed.append, slots, node=5, reports=reports), mirroring)
+        rehearsals = rehearsals_of(local_node(on, fed.append, slots, node=5, reports=reports), mirroring)
         for number, slot in enumerate(slots):
             process = slot.stand_ins[6 + number] = Process(order=1, rank=6 + number, rehearses=True)
             profile = local.RankReady(0, 4096, 64, "", (6 + number,), b"")
             rehearsal = Rehearsal(slot, process, profile, source=3, history=CallHistory(1000))
-            takeovers.rehearsals[process] = rehearsal
-        for process in takeovers.rehearsals:
-            takeovers.rehearsed(process, local.Rehearsed(process.rank, 1.0))
-        await asyncio.gather(*(present(one.following) for one in takeovers.rehearsals.values()))
+            rehearsals.by_process[process] = rehearsal
+        for process in rehearsals.by_process:
+            rehearsals.rehearsed(process, local.Rehearsed(process.rank, 1.0))
+        await asyncio.gather(*(present(one.following) for one in rehearsals.by_process.values()))
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))
     assert [node for _, node in asked] == [3]
@@ -107,14 +108,14 @@ def test_a_newcomer_that_read_other_data_has_failed_as_a_script_has_and_is_not_j
     """Another one begins anew, and the job ends with a verdict if that one does the same (core/processes.py)."""
     slot, killed = Slot(0, rank=6), []
     told: list[Event] = []
-    takeovers, rehearsal = following(3, slot)
-    monkeypatch.setattr(takeovers._node.reports, "emit", told.append)
-    monkeypatch.setattr(takeovers._workers, "kill", lambda *arguments: killed.append(arguments))
-    takeovers.failing(slot, rehearsal.process, local.Failing(6, "other data", differs=True))
+    rehearsals, rehearsal = following(3, slot)
+    monkeypatch.setattr(rehearsals._node.reports, "emit", told.append)
+    monkeypatch.setattr(rehearsals._workers, "kill", lambda *arguments: killed.append(arguments))
+    rehearsals.failing(slot, rehearsal.process, local.Failing(6, "other data", differs=True))
     assert killed == [(slot, rehearsal.process, "other data", 1)]
     assert told == [RehearsalFailed(6, "other data")]
     slot.rank = -1  # a spare's is ordered again, and ends nothing
-    takeovers.failing(slot, rehearsal.process, local.Failing(6, "other data", differs=True))
+    rehearsals.failing(slot, rehearsal.process, local.Failing(6, "other data", differs=True))
     assert killed[1:] == [(slot, rehearsal.process, "other data")]
 
 
@@ -131,8 +132,8 @@ class Connection:
         pass
 
 
-def following(told: int, slot: Slot) -> tuple[TakeOvers, Rehearsal]:
-    takeovers = takeovers_of(local_node(host(stand_in(SnapshotStore)), slots=[slot], node=5))
+def following(told: int, slot: Slot) -> tuple[Rehearsals, Rehearsal]:
+    rehearsals = rehearsals_of(local_node(host(stand_in(SnapshotStore)), slots=[slot], node=5))
     process = Process(order=1, rank=6, rehearses=True)
     if slot.rank < 0:
         slot.stand_ins[6] = process
@@ -141,24 +142,24 @@ def following(told: int, slot: Slot) -> tuple[TakeOvers, Rehearsal]:
     profile = local.RankReady(0, 4096, 64, "", (6,), b"")
     rehearsal = Rehearsal(slot, process, profile, 3, CallHistory(1 << 20), told=told)
     rehearsal.finished.set()
-    takeovers.rehearsals[process] = rehearsal
-    return takeovers, rehearsal
+    rehearsals.by_process[process] = rehearsal
+    return rehearsals, rehearsal
 
 
 def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkeypatch):
-    takeovers, _ = following(0, Slot(0, rank=6))
-    takeovers._workers.committed = 100
+    rehearsals, _ = following(0, Slot(0, rank=6))
+    rehearsals._workers.committed = 100
     slots, clock = {6: Slot(0, rank=6), 7: Slot(1, rank=7)}, [100.0]
     told: list[tuple[float, CatchingUp]] = []
-    monkeypatch.setattr(takeovers._node.reports, "emit", lambda event: told.append((clock[0], event)))
-    monkeypatch.setattr("deadpool_plugin.agent.takeovers.loop_time", lambda: clock[0])
+    monkeypatch.setattr(rehearsals._node.reports, "emit", lambda event: told.append((clock[0], event)))
+    monkeypatch.setattr("deadpool_plugin.agent.rehearsals.loop_time", lambda: clock[0])
     for rank, slot in slots.items():
         slot.process = Process(order=1, rank=rank, rehearses=True)
     for second in range(30):
         clock[0] = 100.0 + second
-        takeovers.moved(slots[7], local.Moved(7, 10 + 2 * second))
+        rehearsals.moved(slots[7], local.Moved(7, 10 + 2 * second))
         if second < 15:
-            takeovers.moved(slots[6], local.Moved(6, 3 * second))
+            rehearsals.moved(slots[6], local.Moved(6, 3 * second))
     assert told == [
         (100.0, CatchingUp(7, 10, 100)),
         (110.0, CatchingUp(7, 30, 100, 35.0)),
@@ -166,24 +167,19 @@ def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkey
     ]
     for second in range(30, 60):
         clock[0] = 100.0 + second
-        takeovers.moved(slots[6], local.Moved(6, 45))
+        rehearsals.moved(slots[6], local.Moved(6, 45))
     assert [(at, event.rank, event.step) for at, event in told[3:]] == [(140.0, 6, 45), (150.0, 6, 45)]
 
 
 def test_a_host_that_has_heard_of_no_step_knows_from_the_plan_how_far_its_newcomer_has_to_go(monkeypatch):
-    slot, told = Slot(0), list[Event]()
+    slot, told = Slot(0, rank=1), list[Event]()
     node = local_node(host(stand_in(SnapshotStore)), slots=[slot], node=2)
-    does_nothing = dict.fromkeys(("enter", "replace_store", "promote"), lambda *_: None)
-    takeovers = TakeOvers(node, fake(committed=NO_STEP, **does_nothing), fake())
-    takeovers._mirroring.enter = lambda *_: None
+    rehearsals = Rehearsals(node, fake(committed=NO_STEP), fake())
     monkeypatch.setattr(node.reports, "emit", told.append)
-    monkeypatch.setattr(takeovers, "_take_over", lambda *_: None)
-    monkeypatch.setattr("deadpool_plugin.agent.takeovers.loop_time", lambda: 100.0)
-    monkeypatch.setattr(takeovers._taking, "start", lambda _: None)
-    plan = fake(world=World(1, (0, 2), ()), restore_step=900, sources=(), store="")
-    takeovers.act(plan)
+    monkeypatch.setattr("deadpool_plugin.agent.rehearsals.loop_time", lambda: 100.0)
+    rehearsals.swapped((0, 2), 900)
     slot.process = Process(order=1, rank=1, rehearses=True)
-    takeovers.moved(slot, local.Moved(1, 300))
+    rehearsals.moved(slot, local.Moved(1, 300))
     assert told == [CatchingUp(1, 300, 900)]
 
 
@@ -192,12 +188,12 @@ def test_a_process_that_takes_over_rehearses_nothing_else_in_the_next_swap():
 
     async def scenario():
         slot = Slot(0)
-        takeovers, _ = following(3, slot)
-        takeovers.begin = lambda *arguments: asyncio.sleep(60)  # type: ignore[assignment]
-        takeovers.order(slot, 9, 1)
-        takeovers.done(slot)
-        takeovers.swapped(tuple(range(10)), 3)
-        return takeovers._beginning
+        rehearsals, _ = following(3, slot)
+        rehearsals.begin = lambda *arguments: asyncio.sleep(60)  # type: ignore[assignment]
+        rehearsals.order(slot, 9, 1)
+        rehearsals.done(slot)
+        rehearsals.swapped(tuple(range(10)), 3)
+        return rehearsals._beginning
 
     assert asyncio.run(scenario()) == {}
 
@@ -214,12 +210,12 @@ def test_who_follows_for_a_process_that_dies_meanwhile_comes_to_an_end():
             rehearsal.history.append(step, b"records")
 
     async def scenario():
-        takeovers, rehearsal = following(0, Slot(0))
+        rehearsals, rehearsal = following(0, Slot(0))
         rehearsal.process.peer = cast(LocalPeer, Connection(rehearsal.process))
         rehearsal.history.append(0, b"records")
-        takeovers.pull = pull
-        takeovers._committed = 200
-        await takeovers._follow(rehearsal)
+        rehearsals.pull = pull
+        rehearsals._committed = 200
+        await rehearsals._follow(rehearsal)
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))
     assert pulled == 1
@@ -235,10 +231,10 @@ def test_a_long_past_is_asked_for_in_whole_rows_which_stay_as_they_are():
         return source.get(first, last)
 
     async def scenario():
-        takeovers, rehearsal = following(NO_STEP, Slot(0))
-        takeovers._mirroring.records = records
-        await takeovers.pull(rehearsal, 3, PULL_STEPS + 20)
-        await takeovers.pull(rehearsal, 3, 3 * PULL_STEPS - 1)
+        rehearsals, rehearsal = following(NO_STEP, Slot(0))
+        rehearsals._mirroring.records = records
+        await rehearsals.pull(rehearsal, 3, PULL_STEPS + 20)
+        await rehearsals.pull(rehearsal, 3, 3 * PULL_STEPS - 1)
         return rehearsal.history
 
     history = asyncio.run(asyncio.wait_for(scenario(), timeout=30))
@@ -254,7 +250,7 @@ def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
 
     async def scenario():
         slot = Slot(0)
-        takeovers, rehearsal = following(7, slot)
+        rehearsals, rehearsal = following(7, slot)
         rehearsal.process.ended = True
         slot.stand_ins.clear()
         begun, asked = asyncio.Event(), []
@@ -263,12 +259,12 @@ def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
             asked.append((rank, source))
             await begun.wait()
 
-        takeovers.begin = begin  # type: ignore[assignment]
-        takeovers.order(slot, 6, 1)
+        rehearsals.begin = begin  # type: ignore[assignment]
+        rehearsals.order(slot, 6, 1)
         await asyncio.sleep(0)
-        takeovers.swapped((0, 0, 1, 1, 2, 2, 3, 3), 9)
+        rehearsals.swapped((0, 0, 1, 1, 2, 2, 3, 3), 9)
         begun.set()
-        [task] = takeovers._beginning.values()
+        [task] = rehearsals._beginning.values()
         await task
         assert asked == [(6, 1), (6, 3)], "and whoever runs the rank since then is asked"
 
@@ -311,13 +307,14 @@ class Parking:
         self.workers = Workers(node, lambda slot: None)
         mirroring = Mirroring(node)
         mirroring.enter(node.world)
-        self.takeovers = TakeOvers(node, self.workers, mirroring)
+        self.rehearsals = Rehearsals(node, self.workers, mirroring)
+        self.takeovers = TakeOvers(node, self.workers, mirroring, self.rehearsals)
         for rank in range(2):
             profile = local.RankReady(rank, 4096, 64, "", (rank,), b"", on_device=False)
             mirroring.profiles[rank] = profile
             on.store.recordings[rank] = msgspec.msgpack.encode(profile)
-        monkeypatch.setattr("deadpool_plugin.agent.takeovers.loop_time", lambda: self.clock)
-        monkeypatch.setattr("deadpool_plugin.agent.takeovers._RETRY_S", 0.0)
+        monkeypatch.setattr("deadpool_plugin.agent.rehearsals.loop_time", lambda: self.clock)
+        monkeypatch.setattr("deadpool_plugin.agent.rehearsals._RETRY_S", 0.0)
 
     @staticmethod
     def runs(slot: Slot) -> None:
@@ -328,10 +325,10 @@ class Parking:
         """Training goes on for so long."""
         for _ in range(int(seconds)):
             self.clock += 1.0
-            step = self.takeovers._committed + 1
+            step = self.rehearsals._committed + 1
             for rank in range(8):
-                self.takeovers._store.history(rank).append(step, b"records")
-            self.takeovers.committed(step)
+                self.rehearsals._store.history(rank).append(step, b"records")
+            self.rehearsals.committed(step)
             for _ in range(4):
                 await asyncio.sleep(0)
         return self
@@ -345,8 +342,8 @@ class Parking:
         for slot in self.slots:
             for rank, process in slot.stand_ins.items():
                 process.peer = process.peer or cast(LocalPeer, Told())
-                if not self.takeovers.rehearsals[process].finished.is_set():
-                    self.takeovers.rehearsed(process, local.Rehearsed(rank, 1.0))
+                if not self.rehearsals.by_process[process].finished.is_set():
+                    self.rehearsals.rehearsed(process, local.Rehearsed(rank, 1.0))
 
 
 def test_processes_are_parked_at_home_one_after_another_once_training_goes_well(monkeypatch):
@@ -377,7 +374,7 @@ def test_processes_are_parked_at_home_one_after_another_once_training_goes_well(
 def test_where_processes_are_parked_at_home(monkeypatch, park_at_home, on_device, parked):
     async def scenario():
         job = Parking(monkeypatch, park_at_home=park_at_home)
-        profiles = job.takeovers._mirroring.profiles
+        profiles = job.rehearsals._mirroring.profiles
         for rank, profile in profiles.items():
             profiles[rank] = msgspec.structs.replace(profile, on_device=on_device)
         assert (await job.passes(HOME_AFTER_S + 2 * LOOK_S)).stand_ins == parked
@@ -404,7 +401,7 @@ def test_a_rank_that_loses_its_process_gets_the_one_that_is_parked(monkeypatch):
         job.workers.store_offer(slot, before, local.StoreOffer("host:1"))
         job.workers.store_offer(slot, parked, local.StoreOffer("host:2"))
         assert job.fed[-1] == api.StoreOffered("host:1", 0), "not the stand-in's"
-        job.workers._on_lost = job.takeovers.replace
+        job.workers._on_lost = job.rehearsals.replace
         job.workers.ended(slot, before, -9)
         assert slot.process is parked and slot.stand_ins == {}
         assert local.RunsRank(parked.order) in cast(Told, slot.standby).told
@@ -455,19 +452,19 @@ def test_a_spare_parks_as_many_hosts_as_memory_allows(monkeypatch):
         job = Parking(monkeypatch, slots=1, stands_by=True)
         slot = job.slots[0]
         job.fits = False
-        job.takeovers.order(slot, 0, 1)
+        job.rehearsals.order(slot, 0, 1)
         await job.passes(1)
         assert job.stand_ins == [0], "its first host, whatever there is"
         job.rehearsed()
         assert job.fed == [api.SpareRehearsed(0, 0)]
-        job.takeovers.order(slot, 1, 1)
+        job.rehearsals.order(slot, 1, 1)
         await job.passes(MEMORY_FREED_S + 1)
         assert job.fed[1:] == [api.SpareFull(0, 1)] and job.stand_ins == [0]
         job.short = True
         await job.passes(LOOK_S)
         assert job.fed[2:] == [api.SpareShort()]
-        job.takeovers.end(slot, 0)
-        assert job.stand_ins == [] and job.takeovers.rehearsals == {}
+        job.rehearsals.end(slot, 0)
+        assert job.stand_ins == [] and job.rehearsals.by_process == {}
 
     asyncio.run(scenario())
 
@@ -477,7 +474,7 @@ def test_a_spare_that_takes_a_host_over_ends_what_it_has_parked_of_others(monkey
         job = Parking(monkeypatch, slots=1, stands_by=True)
         (slot,) = job.slots
         for rank in (1, 0):
-            job.takeovers.order(slot, rank, 1)
+            job.rehearsals.order(slot, rank, 1)
             await job.passes(1)
             job.rehearsed()
         assert job.stand_ins == [1, 0]
@@ -503,23 +500,23 @@ def test_a_spare_parks_on_its_devices_what_they_have_room_for(monkeypatch):
 
     async def scenario():
         job = Parking(monkeypatch, slots=2, stands_by=True)
-        job.takeovers._node.world = World(0, (0, 0, 2, 2, 3, 3, 4, 4), (1,))
-        for rank, profile in job.takeovers._mirroring.profiles.items():
+        job.rehearsals._node.world = World(0, (0, 0, 2, 2, 3, 3, 4, 4), (1,))
+        for rank, profile in job.rehearsals._mirroring.profiles.items():
             recording = msgspec.msgpack.encode(msgspec.structs.replace(profile, on_device=True))
-            job.takeovers._store.recordings[rank] = recording
+            job.rehearsals._store.recordings[rank] = recording
             for other in (rank + 2, rank + 4, rank + 6):
-                job.takeovers._store.recordings[other] = recording
+                job.rehearsals._store.recordings[other] = recording
 
         def parks(rank: int, free: int) -> None:
             process = job.slots[rank % 2].stand_ins[rank]
-            job.takeovers.parked(process, local.Parked(rank, free, total=80, peak=10))
+            job.rehearsals.parked(process, local.Parked(rank, free, total=80, peak=10))
 
         for rank in (0, 1):
-            job.takeovers.order(job.slots[rank], rank, 1)
+            job.rehearsals.order(job.slots[rank], rank, 1)
         await job.passes(4)
         assert job.stand_ins == [0, 1]
         for rank in (2, 3, 4):
-            job.takeovers.order(job.slots[rank % 2], rank, 1)
+            job.rehearsals.order(job.slots[rank % 2], rank, 1)
         job.rehearsed()
         await job.passes(2 * MEMORY_FREED_S)
         assert job.stand_ins == [0, 1], "what is left is not known"
@@ -533,13 +530,13 @@ def test_a_spare_parks_on_its_devices_what_they_have_room_for(monkeypatch):
         parks(2, free=40)
         await job.passes(4)
         assert job.stand_ins == [0, 2, 4, 1]
-        job.takeovers.order(job.slots[0], 6, 1)
+        job.rehearsals.order(job.slots[0], 6, 1)
         job.rehearsed()
         parks(4, free=29)  # the first has taken 30 at its peak
         await job.passes(MEMORY_FREED_S + 4)
         assert api.SpareFull(0, 6) in job.fed
-        job.takeovers.end(job.slots[0], 4)
-        job.takeovers.order(job.slots[0], 6, 1)
+        job.rehearsals.end(job.slots[0], 4)
+        job.rehearsals.order(job.slots[0], 6, 1)
         await job.passes(4)
         assert job.stand_ins == [0, 2, 6, 1]
 

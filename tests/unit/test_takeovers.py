@@ -16,8 +16,9 @@ from deadpool_plugin import events
 from deadpool_plugin.agent import workers as agent_workers
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
+from deadpool_plugin.agent.rehearsals import Rehearsal, Rehearsals
 from deadpool_plugin.agent.reports import Reports
-from deadpool_plugin.agent.takeovers import Rehearsal, TakeOvers
+from deadpool_plugin.agent.takeovers import TakeOvers
 from deadpool_plugin.core import local
 from deadpool_plugin.core.types import Source, SwapPlan, World
 from deadpool_plugin.errors import TransportError
@@ -76,8 +77,9 @@ def handed_over(meanwhile, cancel: bool = False, ready: bool = False, said=None)
         workers = cast(agent_workers.Workers, Workers(lambda: meanwhile(slot, store)))
         mirroring = stand_in(Mirroring)
         node = local_node(host(store), slots=[slot], reports=reports)
-        takeovers = TakeOvers(node, workers, mirroring)
-        takeovers.rehearsals[process] = rehearsal
+        rehearsals = Rehearsals(node, workers, mirroring)
+        takeovers = TakeOvers(node, workers, mirroring, rehearsals)
+        rehearsals.by_process[process] = rehearsal
 
         async def bring(*arguments):
             pass
@@ -139,8 +141,9 @@ def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
             await asyncio.sleep(0)
             raise TransportError("refused")
 
-        takeovers = TakeOvers(local_node(host(SnapshotStore())), workers, mirroring)
-        mirroring.bring, takeovers.pull = bring, pull
+        rehearsals = stand_in(Rehearsals)
+        takeovers = TakeOvers(local_node(host(SnapshotStore())), workers, mirroring, rehearsals)
+        mirroring.bring, rehearsals.pull = bring, pull
         process, history = Process(1, 0, rehearses=True), cast(CallHistory, types.SimpleNamespace())
         with pytest.raises(TransportError, match="refused"):
             rehearsal = Rehearsal(Slot(0), process, PROFILE, 0, history)
@@ -163,7 +166,7 @@ def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_j
             process.peer = None
 
         mirroring.refill, mirroring.mirror_again = refill, lambda *arguments: mirrored.append(arguments)
-        takeovers = TakeOvers(local_node(host(SnapshotStore())), workers, mirroring)
+        takeovers = TakeOvers(local_node(host(SnapshotStore())), workers, mirroring, stand_in(Rehearsals))
         await takeovers._refill(PLAN, slot, Source(0, 2, 2, 0))
         return mirrored
 
