@@ -85,7 +85,6 @@ class Controller:
         self._reported_at = 0.0
         self._own_pause_s, self._slept_s = timing.own_pause_s, 0.0
         self._watching: tuple[Generation, NodeId] | None = None
-        self._watched: set[NodeId] = set()  # coordinators of this generation, as far as this node knew
         self._started = False  # this generation's workers were told over which store to build groups
         self._begin_generation()
 
@@ -199,24 +198,20 @@ class Controller:
                 return
 
     def _watch_the_right_ones(self) -> None:
-        """Count the silence of others from when they report to a new coordinator, or are to be one, not before."""
+        """Count the silence of others from when they report to a new coordinator, not before."""
         ctx = self._ctx
-        if self._watching == (ctx.world.generation, ctx.coordinator):
-            return
-        if self._watching is not None and self._watching[0] != ctx.world.generation:
-            self._watched.clear()
-        # The silence of the others was not towards who lets them run; that of a former coordinator is why this node
-        # leads. What was found while the hosts linked up stays found.
-        if ctx.leads and self._watching is not None:
-            for node in ctx.watch.silent - self._watched:
-                if node > ctx.node or ctx.has_trained:
+        watching = (ctx.world.generation, ctx.coordinator)
+        if watching != self._watching:
+            # Their silence was not towards who lets them run; whoever is lower is why this node leads. What was found
+            # while the hosts linked up stays found.
+            if ctx.leads and self._watching is not None:
+                for node in [node for node in ctx.watch.silent if node > ctx.node]:
                     ctx.clear(node)
-        self._watched.add(ctx.coordinator)  # perhaps one that has just been cleared
-        self._watching = (ctx.world.generation, ctx.coordinator)
-        ctx.watch.heard.update(dict.fromkeys(ctx.world.members, ctx.awake))
-        if ctx.has_trained:
-            ctx.watch.unheard.clear()
-        ctx.note()
+            self._watching = watching
+            ctx.watch.heard.update(dict.fromkeys(ctx.world.members, ctx.awake))
+            if ctx.has_trained:
+                ctx.watch.unheard.clear()
+            ctx.note()
 
     def _link_lost(self, event: api.LinkLost) -> None:
         ctx, node = self._ctx, event.node

@@ -47,6 +47,7 @@ class Voter:
         # all have promised. (An acceptance may come when a majority has long accepted.)
         self.promised_at: dict[Ballot, float] = {}
         self._postponed: dict[NodeId, Prepare] = {}
+        self._asked_about: dict[NodeId, float] = {}  # coordinators to be, and when (`awake`) their loss was first asked
         self._excused_at = NEVER
 
     def prepare(self, sender: NodeId, message: Prepare) -> None:
@@ -76,11 +77,18 @@ class Voter:
                 ctx.send(sender, Report(ctx.world.generation))
 
     def _hears_who_is_silent(self, message: Prepare) -> bool:
-        """Return whether the coordinator to be, which is to be replaced for its silence, can still count on us."""
+        """Return whether the coordinator to be, which is to be replaced for its silence, can still count on us.
+
+        One that this node does not follow yet can until it has had the time to be heard.
+        """
         ctx = self._ctx
         gone = ctx.suspects.keys() | (set(message.lost) - set(message.silent))  # ours of now, as the sender knows
         coordinator = next(node for node in ctx.world.seniority if node not in gone)
-        return coordinator != ctx.node and coordinator in message.silent and ctx.watch.hears(coordinator, ctx.awake)
+        if coordinator == ctx.node or coordinator not in message.silent:
+            return False
+        asked_s = ctx.awake - self._asked_about.setdefault(coordinator, ctx.awake)
+        is_new = coordinator != ctx.coordinator and asked_s < ctx.timing.silent_after_s
+        return is_new or ctx.watch.hears(coordinator, ctx.awake)
 
     def suspected(self, sender: NodeId, reason: str, silent: bool) -> None:
         """Leave, or suspect `sender`, which counts this node as lost: of two the one goes that no majority hears."""

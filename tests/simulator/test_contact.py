@@ -155,6 +155,18 @@ def test_a_silence_of_the_coordinator_that_only_one_has_noticed_costs_nobody(tra
     assert set(job.end().values()) == {0}
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_who_is_to_lead_is_not_replaced_for_a_silence_from_before(trained, seed):
+    """Two members do not hear each other when the coordinator dies. The lower one still runs, and others hear it."""
+    job = trained(seed=seed, active=3, spares=3, copies=2)
+    job.isolate([1], [2])
+    job.until(lambda: 1 in job.context(2).suspects and 2 in job.context(1).suspects)
+    job.strike("kill", 0)
+    job.until(lambda: job.plans)
+    assert job.nodes[1].up and 1 in job.plans[1].world.members
+    assert {code for number, code in job.end().items() if number not in (0, 2)} == {0}
+
+
 def test_a_node_that_is_a_quorum_alone_needs_nobody(trained):
     job = trained(active=1, slots=2)
     job.isolate([0])
