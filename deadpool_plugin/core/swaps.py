@@ -191,12 +191,13 @@ class Swaps:
     def _calm_at(self) -> float:
         """When a plan that is due for a loss may be made: at once, but after a while if the last loss was lately.
 
-        Each plan of a storm costs all ranks an interruption, so what is lost meanwhile is planned together.
+        Each plan of a storm costs all ranks an interruption, so what is lost meanwhile is planned together. A host
+        that joins is no loss, and holds nobody up.
         """
         ctx, plan, storm_s = self._ctx, self._ctx.plan, self._ctx.timing.silent_after_s
-        if plan is None or not (plan.lost_nodes or plan.lost_ranks) or ctx.now - self._began_at >= storm_s:
-            return NEVER
-        return ctx.now + storm_s / CALMS
+        only_joins = not (ctx.suspects or self._processes.any_gone or self._is_stuck or ctx.swapping)
+        after_loss = plan is not None and (plan.lost_nodes or plan.lost_ranks) and ctx.now - self._began_at < storm_s
+        return ctx.now + storm_s / CALMS if after_loss and not only_joins else NEVER
 
     def promise(self, sender: NodeId, message: Promise) -> None:
         ctx, proposal = self._ctx, self.proposal

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from deadpool_plugin.core import api, events
+from deadpool_plugin.core.swaps import CALMS
 from deadpool_plugin.core.types import NO_STEP
 
 FULL = {"spares": 0, "wait_for_hosts": True}
@@ -47,6 +48,21 @@ def test_two_hosts_join_and_take_over(start, seed):
         job.until(lambda lost=lost: lost not in job.newest_world.members and all_protected(job))
     assert set(codes_of(job, 0, 1, 2).values()) == {0}
     assert set(job.newest_world.node_of) == {3, *new}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_host_that_joins_soon_after_a_loss_holds_nobody_up(start, seed):
+    """For a further loss a plan would wait, as more may follow."""
+    job = start(seed=seed, spares=2, steps=60).train()
+    job.strike("kill", 1)
+    job.until(lambda: job.plans)
+    lost_at, new = job.timeline.now, job.join()
+    job.until(lambda: job.told(events.HostJoined))
+    storm_s = job.timing.silent_after_s
+    assert job.timeline.now - lost_at < storm_s, "else this test shows nothing"
+    (planned,) = [event for event in job.told(events.SwapPlanned) if event.joined == (new,)]
+    assert planned.duration_s < storm_s / CALMS
+    assert set(codes_of(job, 1).values()) == {0}
 
 
 @pytest.mark.parametrize("lost", range(4))
