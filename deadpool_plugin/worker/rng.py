@@ -1,7 +1,7 @@
 """Random states that a training call reads (Python's, numpy's and torch's own), and switches of torch.
 
-Rules of this file: a state is read a dozen times a step, so that Python's and numpy's are copied from where they lie.
-Where that is, is tried at import, on generators of our own; whatever looks otherwise is asked for its state.
+Rules of this file: a state is read a dozen times a step, so that Python's and numpy's are copied from memory. Where
+they lie is found by trial at import, on generators of our own. Where the trial fails, generators are asked.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ def _read_numpy(generator: np.random.RandomState, at: int) -> _Twister:
 def _place(read: _Reader, size: int, ask: Callable[[Any], _Twister], generator: Any, *draws: str) -> int | None:
     """Find the only `at` for which `read`, which needs `size` bytes there, tells what `ask` tells, after each draw."""
     places = list(range(object.__basicsize__, type(generator).__basicsize__ - size + 1, 4))
-    for draw in draws:
-        getattr(generator, draw)()
-        asked = ask(generator)
-        places = [at for at in places if read(generator, at) == asked]
-    return places[0] if len(places) == 1 else None
+    with contextlib.suppress(AttributeError):
+        for draw in draws:
+            getattr(generator, draw)()
+            asked = ask(generator)
+            places = [at for at in places if read(generator, at) == asked]
+        return places[0] if len(places) == 1 else None
+    return None
 
 
 _PYTHON_AT = _place(_read_python, _PYTHON.size, _ask_python, random.Random(1), "random", "random", "random")
@@ -70,12 +72,12 @@ _NUMPY_AT = _place(_read_numpy, _GAUSS.size, _ask_numpy, np.random.RandomState(1
 
 
 def _capture_python() -> _Twister:
-    generator = random.getstate.__self__  # type: ignore[attr-defined]
+    generator = random._inst  # type: ignore[attr-defined]
     return _ask_python(generator) if _PYTHON_AT is None else _read_python(generator, _PYTHON_AT)
 
 
 def _capture_numpy() -> _Twister:
-    generator = np.random.get_state.__self__  # type: ignore[attr-defined]
+    generator = np.random.mtrand._rand
     if type(engine := generator._bit_generator) is not np.random.MT19937:
         raise Unsupported(
             f"numpy.random draws from {type(engine).__name__}",

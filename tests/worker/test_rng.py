@@ -66,8 +66,8 @@ def test_a_state_read_from_memory_is_the_one_that_the_generator_tells(name):
             for _ in range(3):
                 DRAWS[name]()
                 state = rng.capture_host()
-                assert state["python"] == rng._ask_python(PYTHON.getstate.__self__)
-                assert state["numpy"] == rng._ask_numpy(NUMPY.get_state.__self__)
+                assert state["python"] == rng._ask_python(PYTHON._inst)
+                assert state["numpy"] == rng._ask_numpy(NUMPY.mtrand._rand)
 
 
 def test_states_are_asked_for_where_their_place_in_memory_is_not_known(monkeypatch):
