@@ -113,7 +113,8 @@ class Config(BaseModel):
     park_at_home: bool | None = None
     """Beside each rank, a process on the same host that has rehearsed the rank and waits, so that a process that dies
     is replaced without a start-up of the script. It takes host memory as parked ones do, and once the CPU time of a
-    start-up. null: where training runs on CPUs. Hazard: on a device its context takes memory of the job's."""
+    start-up. null: where training runs on CPUs. Hazard: it keeps a second copy of the rank's model and
+    optimizer on its device."""
 
     copies: int = Field(default=1, ge=1, le=8)
     """On how many other hosts each snapshot is kept: so many hosts may be lost at the same moment, if as many spares

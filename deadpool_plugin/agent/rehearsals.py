@@ -46,7 +46,7 @@ class Rehearsal:
     source: NodeId
     history: CallHistory
     told: Step = NO_STEP
-    room: local.Parked | None = None  # of its device, when it had parked there
+    device_bytes: int | None = None  # that it has of its device, parked; None: it has not said so yet
     doubted: bool = False  # people have been told that it could not be told of the first steps
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -90,7 +90,8 @@ class Rehearsals:
         self._home_at = self._look_at = NEVER  # when a process may be parked at home, and when that is looked at next
         self._home_tries: Counter[Slot] = Counter()  # in this generation
         self._admitting = asyncio.Lock()
-        self._device_needs = Counter[Slot]()  # the most bytes that a rehearsal has taken of the slot's device
+        self._device_total = Counter[Slot]()  # bytes of the slot's device,
+        self._device_needs = Counter[Slot]()  # and the most that a rehearsal has taken of it
         self.by_process: dict[Process, Rehearsal] = {}
 
     # ---- their beginning and their end
@@ -136,26 +137,30 @@ class Rehearsals:
 
     async def _stand_in(self, slot: Slot, rank: Rank, source: NodeId) -> None:
         """Have a process rehearse `rank` to stand in for it, if there is room."""
-        while True:
+        began = loop_time()
+        while loop_time() - began < self._node.config.start_timeout_s:
             async with self._admitting:  # one after another: each takes memory that the next one has not
                 if not self._rehearses_on_device(slot):
                     return await self._admit(slot, rank, source)
             await asyncio.sleep(_RETRY_S)
+        self._refuse(slot, rank)
 
     def _rehearses_on_device(self, slot: Slot) -> bool:
-        """Return whether a rehearsal takes the slot's device, and so much of it that nobody knows yet."""
-        return any(one.profile.on_device and one.room is None for one in self.in_slot(slot) if one.stands_in)
+        """Return whether a rehearsal uses the slot's device and has not said yet how much of it."""
+        return any(one.profile.on_device and one.device_bytes is None for one in self.in_slot(slot) if one.stands_in)
 
     async def _admit(self, slot: Slot, rank: Rank, source: NodeId) -> None:
         began = loop_time()
         while not await self._has_room(slot):
             if loop_time() - began >= MEMORY_FREED_S:
-                self._beginning.pop((slot, rank), None)
-                if slot.rank < 0:
-                    self._node.feed(api.SpareFull(slot.local_rank, rank))
-                return
+                return self._refuse(slot, rank)
             await asyncio.sleep(_RETRY_S)
         await self._begin_in_time(slot, rank, source, stands_in=True)
+
+    def _refuse(self, slot: Slot, rank: Rank) -> None:
+        self._beginning.pop((slot, rank), None)
+        if slot.rank < 0:
+            self._node.feed(api.SpareFull(slot.local_rank, rank))
 
     async def _begin_in_time(self, slot: Slot, rank: Rank, source: NodeId, stands_in: bool = False) -> None:
         began = loop_time()
@@ -196,11 +201,10 @@ class Rehearsals:
         """Return whether another process may be parked in a slot: on a spare the first host's always."""
         slots, parked = self._node.slots, [one for one in self.by_process.values() if one.stands_in]
         running = [slot.running.pid for slot in slots if slot.running is not None]
+        if not running and self._held(slot) + self._device_needs[slot] > self._device_total[slot]:
+            return False
         if not running and len(parked) < len(slots):
             return True
-        rooms = [one.room.free for one in self.in_slot(slot) if one.room is not None]
-        if not running and rooms and min(rooms) < self._device_needs[slot]:
-            return False
         done = [one.process.pid for one in parked if one.finished.is_set()]
         limits = len(parked) - len(done), self._node.config.park_memory_bytes
         host, count = self._node.host, len(parked)
@@ -225,14 +229,18 @@ class Rehearsals:
         rehearsal.following = asyncio.get_running_loop().create_task(self._prepare(rehearsal))
 
     def parked(self, process: Process, message: local.Parked) -> None:
-        """Note what a rehearsal has left of its device: it took the rest, or what the one before it had left."""
+        """Note what a process that has parked has of its device: all that is not free, nor another one's here."""
         if (rehearsal := self.by_process.get(process)) is None:
             return
         slot = rehearsal.slot
-        before = min((one.room.free for one in self.in_slot(slot) if one.room is not None), default=message.total)
-        took = before - message.free + message.peak
-        self._device_needs[slot] = max(took, self._device_needs[slot])
-        rehearsal.room = message
+        rehearsal.device_bytes = max(0, message.total - message.free - self._held(slot))
+        if slot.rank < 0:  # else a rank uses it, too, and what that has is not known
+            self._device_total[slot] = message.total
+            self._device_needs[slot] = max(self._device_needs[slot], rehearsal.device_bytes + message.peak)
+
+    def _held(self, slot: Slot) -> int:
+        """Return how many bytes of the slot's device parked processes have."""
+        return sum(one.device_bytes or 0 for one in self.in_slot(slot))
 
     def _is_first(self, rehearsal: Rehearsal) -> bool:
         """Return whether it is of the host that a spare has rehearsed first."""

@@ -169,12 +169,12 @@ class Park(LocalMessage, frozen=True):
 
 
 class Parked(LocalMessage, frozen=True):
-    """A rehearser has parked, and keeps memory of a device. All in bytes."""
+    """A rehearser has parked. In bytes, and 0 without a device:"""
 
     rank: Rank
-    free: Count  # of the device, for anybody
-    total: Count
-    peak: Count  # what its allocator has had at most, beyond what it has now
+    free: Count  # of the device, that no process uses
+    total: Count  # of the device
+    peak: Count  # that this process has had of it at most, beyond what it has now
 
 
 class Moved(LocalMessage, frozen=True):

@@ -367,9 +367,12 @@ class Processes:
         return status is None or status.ending
 
     def has_left(self, pid: int) -> bool:
-        """Return whether `pid` has closed its files, and so has no memory of a device any more."""
-        status = look(pid)
-        return status is None or status.state in "ZX"
+        """Return whether no thread of `pid` is left, and so none that has memory of a device."""
+        try:
+            fields = _stat(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return fields[0] in (b"Z", b"X") and int(fields[17]) <= 1  # the main thread may have ended before others
 
     catches = staticmethod(catches)
 

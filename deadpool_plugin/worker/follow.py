@@ -7,6 +7,7 @@ of the restore step is loaded at that very call, and the process is `Live` from 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 import weakref
@@ -198,10 +199,13 @@ class Follow:
         gc.collect()
         give_back((*self._context.adapter.state.shard, *self._context.adapter.state.derived))
         linux.trim_memory()
+        free = total = peak = 0
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
-            peak = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
-            self._context.link.send(local.Parked(self._rank, *torch.cuda.mem_get_info(), peak))
+            free, total = torch.cuda.mem_get_info()
+            with contextlib.suppress(RuntimeError):  # an allocator of the script's need not count
+                peak = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+        self._context.link.send(local.Parked(self._rank, free, total, peak))
 
     def _draw_alike(self) -> None:
         # If the script drew random numbers after this call, it shall draw the same here.

@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+from support import present
 from support.hosts import local_node
 from support.stand_in import stand_in
 
@@ -210,3 +212,30 @@ def test_a_watch_without_descriptors_looks_again_and_says_so_once(monkeypatch, c
 
     assert asyncio.run(scenario()) == -9
     assert ["too many open files" in record.getMessage() for record in caplog.records] == [True]
+
+
+TWO_THREADS = """
+import ctypes, sys, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("begun", flush=True)
+sys.stdin.readline()
+ctypes.CDLL(None).syscall(60, 0)  # exit(2) ends this thread only
+"""
+
+
+def test_a_process_has_left_when_its_last_thread_has():
+    """One that still waits in a driver may hold a device, though the process looks like a zombie."""
+    processes = Processes("tag.", 10.0)
+    process = subprocess.Popen([sys.executable, "-c", TWO_THREADS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == b"begun\n" and not processes.has_left(process.pid)
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    while present(proc.look(process.pid)).state != "Z":
+        time.sleep(0.01)
+    assert not processes.has_left(process.pid)
+    process.kill()
+    while not processes.has_left(process.pid):
+        time.sleep(0.01)
+    process.communicate()
+    assert processes.has_left(process.pid), "nobody is there"
