@@ -3,17 +3,18 @@
     python scripts/bench_join.py --steps 300000 --out join-out
 
 Two nodes of one rank each train by very short steps (bench/many_steps.py), under the real `deepspeed` launcher and
-without a spare. At --steps a host joins. It goes through the script's loop by the records of every step so far. Beside
-the time for that is what training itself took for as many steps, and the time of a memcpy of the records. Then the
-second node is killed, and the newcomer takes its rank over.
+without a spare. At --steps a host joins. It goes through the script's loop by the records of every step so far; that is
+over when its process uses no CPU any more. Beside it is what training itself took for as many steps. Then the second
+node is killed, and the newcomer takes its rank over.
 
-Rules of this file: standard library only; times are those of the job's events. A measurement is written as soon as it
-is made.
+Rules of this file: standard library only; times are those of the job's events, where it has one. What is measured is
+written at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -21,18 +22,20 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.control_kernel import machine
-from bench_parked import cpu_s, memory_mib
+from bench.control_kernel import cpu_ns, machine, memory
 from clusters.demo_jobs import JOBS
 from clusters.events import Tail
 from clusters.launched import Cluster, commit_of
 
 SCRIPT = Path(__file__).resolve().parent / "bench" / "many_steps.py"
 NODES = 2
+STEP_POLL_S, QUIET_S = 10.0, 3.0
+AT_REST = 0.25
+"""Share of a CPU that a process uses at most which follows a job in training, and not its past."""
 
 
 class Growing:
@@ -63,8 +66,10 @@ class Growing:
         self.cluster.start(NODES, [*words, "--deadpool-config", str(self._config)])
 
     def kill(self, node: int) -> None:
-        for pid in [pid for pid, its in self.cluster.processes().items() if its == node]:
-            os.kill(pid, signal.SIGKILL)
+        while found := [pid for pid, its in self.cluster.processes().items() if its == node]:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def step(self) -> int:
         """The newest step that is known to be committed: `deadpool watch` reads the same file."""
@@ -72,51 +77,57 @@ class Growing:
         newest.read()
         return newest.committed(time.time())
 
-    def until(self, what: str, done: Callable[[], object], limit_s: float) -> None:
+    def until(self, what: str, done: Callable[[], object], limit_s: float, poll_s: float = 0.5) -> None:
         """Raises: TimeoutError if that is not so in time, or the job has ended."""
         deadline = time.monotonic() + limit_s
         while not done():
             if time.monotonic() > deadline or all(code is not None for code in self.cluster.exit_codes()):
                 raise TimeoutError(f"{what}: not within {limit_s:g} s, or the job has ended")
-            time.sleep(0.5)
+            time.sleep(poll_s)
             self.tail.read()
 
-    def processes(self) -> dict[str, dict[str, float]]:
-        """What every process of the job has: agents by their node, workers by theirs."""
+    def pids(self) -> dict[str, int]:
+        """The agents and the processes that run ranks or stand in for them, by name and node."""
         found = {}
         for pid, node in self.cluster.processes().items():
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-            kind = "agent" if b"deadpool_plugin.launch.agent" in command else name
-            if kind == "agent" or name.startswith(("python-rank", "python-spare")):
-                found[f"{kind} of node {node}"] = {"cpu_s": cpu_s(pid), **memory_mib(pid)}
+            with contextlib.suppress(OSError):  # it has ended
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                kind = "agent" if b"deadpool_plugin.launch.agent" in command else name
+                if kind == "agent" or name.startswith(("python-rank", "python-spare")):
+                    found[f"{kind} of node {node}"] = pid
         return found
 
+    def processes(self) -> dict[str, dict[str, float]]:
+        return {name: {"cpu_s": cpu_ns(pid) / 1e9, **memory(pid, 1)} for name, pid in self.pids().items()}
 
-def measured(job: Growing, steps: int, limit_s: float) -> dict[str, Any]:
+
+def measured(job: Growing, steps: int, limit_s: float) -> Iterator[dict[str, Any]]:
+    """Stage after stage. Raises: TimeoutError."""
     job.start()
     job.until("training", lambda: job.tail.of("TrainingStarted"), 300.0)
     began = time.time()
-    job.until(f"step {steps}", lambda: job.step() >= steps, limit_s)
-    trained_s, step, before = time.time() - began, job.step(), job.processes()
+    job.until(f"step {steps}", lambda: job.step() >= steps, limit_s, poll_s=STEP_POLL_S)
+    trained_s, step = time.time() - began, job.step()
+    yield {"steps": step, "trained_s": round(trained_s, 1), "step_ms": round(1e3 * trained_s / step, 3)}
+    yield {"before": job.processes()}
     joins = time.time()
     job.join()
     job.until("a spare", lambda: job.tail.of("SpareReady"), limit_s)
-    ready, after = job.tail.of("SpareReady")[0]["time"], job.processes()
+    [joined, rehearsed] = [job.tail.of(kind)[0]["time"] - joins for kind in ("HostJoined", "SpareReady")]
+    yield {"joined_after_s": round(joined, 2), "rehearsed_after_s": round(rehearsed, 2)}
+    newcomer, used = job.pids()[f"python-spare0 of node {NODES}"], list[int]()
+
+    def follows_no_more() -> bool:
+        used.append(cpu_ns(newcomer))
+        return len(used) > 3 and (used[-1] - used[-3]) / 1e9 < AT_REST * 2 * QUIET_S
+
+    job.until("the newcomer's way to today's step", follows_no_more, limit_s, poll_s=QUIET_S)
+    yield {"follows_after_s": round(time.time() - joins - 2 * QUIET_S, 1), "after": job.processes()}
     struck = time.time()
     job.kill(1)
     job.until("the loss's end", lambda: job.tail.of("SwapDone", since=struck), 120.0)
-    swapped = job.tail.of("SwapDone", since=struck)[0]["time"]
-    return {
-        "steps": step,
-        "trained_s": round(trained_s, 1),
-        "step_ms": round(1e3 * trained_s / step, 3),
-        "join_to_ready_s": round(ready - joins, 2),
-        "joined_after_s": round(job.tail.of("HostJoined")[0]["time"] - joins, 2),
-        "kill_to_done_s": round(swapped - struck, 2),
-        "before": before,
-        "ready": after,
-    }
+    yield {"kill_to_done_s": round(job.tail.of("SwapDone", since=struck)[0]["time"] - struck, 2)}
 
 
 def main() -> int:
@@ -127,13 +138,14 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job is ended, too
     job = Growing(args.out.resolve() / "job")
+    whole: dict[str, Any] = {"machine": machine(), "commit": commit_of(), "load": round(os.getloadavg()[0], 1)}
     try:
-        found = measured(job, args.steps, args.limit)
+        for found in measured(job, args.steps, args.limit):
+            whole |= found
+            (args.out / "join.json").write_text(json.dumps(whole, indent=1) + "\n")
+            print(json.dumps(found), flush=True)
     finally:
         job.cluster.close()
-    whole = {"machine": machine(), "commit": commit_of(), "load": round(os.getloadavg()[0], 1), **found}
-    (args.out / "join.json").write_text(json.dumps(whole, indent=1) + "\n")
-    print(json.dumps(whole))
     return 0
 
 

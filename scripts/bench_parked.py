@@ -6,10 +6,10 @@ A script that takes --startup-s to its first step (three quarters of it to read 
 emulated nodes under the plugin: eight ranks with one spare and with two, 32 ranks with one. Of each job: the time from
 training's start until each host was rehearsed; the memory of every parked process and, beside it, of a rank; over
 --seconds, the CPU time of each kind of process for a step. From these a table: one and two spares in jobs of 16, 64 and
-128 hosts of eight ranks.
+128 hosts of eight ranks. It takes for granted that a spare's CPUs suffice for four hosts' rehearsals at a time.
 
-Rules of this file: standard library only. CPU times are the kernel's, by process; they count 10 ms ticks, so that
---seconds is to be some thousand of them. A process is a rank's, parked or the agent's by what it says it is.
+Rules of this file: standard library only. CPU times are the kernel's, by process. A process is a rank's, parked or the
+agent's by what it says it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import make_corpus
-from bench.control_kernel import machine
+from bench.control_kernel import cpu_ns, machine, memory
 from bench.peers.jobs import NODES, Setting
 from bench.peers.ours import StartupJob
 from bench_swap import CACHE
@@ -41,7 +41,7 @@ AT_A_TIME = 4
 
 
 class ParkedJob(StartupJob):
-    """A StartupJob that nothing strikes. The variant `tuned` has two spares."""
+    """A StartupJob that nothing strikes."""
 
     def coverage(self) -> list[float]:
         """Seconds from training's start until one more host was covered by some spare."""
@@ -68,18 +68,6 @@ class ParkedJob(StartupJob):
         return found
 
 
-def cpu_s(pid: int) -> float:
-    """CPU time of a process and all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def memory_mib(pid: int) -> dict[str, float]:
-    lines = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
-    kib = {name: int(value.split()[0]) for name, value in lines.items()}
-    return {"private": (kib["Private_Clean"] + kib["Private_Dirty"]) / 1024, "proportional": kib["Pss"] / 1024}
-
-
 def measured(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """One job. Raises: TimeoutError if it does not come to train, or not all hosts are covered."""
     layout, spares = JOBS[name]
@@ -88,32 +76,28 @@ def measured(args: argparse.Namespace, name: str) -> dict[str, Any]:
     folder.mkdir(parents=True)
     indices, python = CACHE / "bench-indices", Path(sys.executable)
     setting = Setting(folder, CACHE / "corpus", indices, python, layout, startup_s=args.startup_s, past_steps=100_000)
-    job = ParkedJob(setting, "tuned" if spares == 2 else "default")
+    job = ParkedJob(setting, "two spares" if spares == 2 else "default")
     try:
         job.start()
         job.wait_until(StartupJob.loads + 1, args.limit)
-        deadline = time.monotonic() + args.limit
-        while len(job.coverage()) < NODES:
+        wanted = {"parked": setting.world * spares, "parked at home": setting.world}
+        deadline, count = time.monotonic() + args.limit, Counter[str]()
+        while len(job.coverage()) < NODES or {name: count[name] for name in wanted} != wanted:
             if time.monotonic() > deadline or job.ended():
-                raise TimeoutError(f"{name}: covered after {job.coverage()} s, no further host in {args.limit:g} s")
-            time.sleep(0.5)
-        time.sleep(args.settle_s)  # ranks are parked at home meanwhile, one after another
+                raise TimeoutError(f"{name}: covered after {job.coverage()} s, {dict(count)} in {args.limit:g} s")
+            time.sleep(2.0)
+            count = Counter(job.kinds().values())
+        time.sleep(1.5 * args.startup_s)  # until the last one at home has rehearsed, too
         kinds = job.kinds()
-        before, first = {pid: cpu_s(pid) for pid in kinds}, job.completed()
+        before, first = {pid: cpu_ns(pid) for pid in kinds}, job.completed()
         began = time.monotonic()
         time.sleep(args.seconds)
-        used = {pid: cpu_s(pid) - before[pid] for pid in kinds}
+        used = {pid: cpu_ns(pid) - before[pid] for pid in kinds}
         steps, took = job.completed() - first, time.monotonic() - began
-        memory = {pid: memory_mib(pid) for pid, kind in kinds.items() if "agent" not in kind}
+        sizes = {pid: memory(pid, 1) for pid, kind in kinds.items() if "agent" not in kind}
     finally:
         job.close()
-    count = Counter(kinds.values())
-    cpu = {kind: 1e3 * sum(used[pid] for pid in kinds if kinds[pid] == kind) / steps / count[kind] for kind in count}
-    sizes = {
-        f"{kind}, {sort}": sorted(round(memory[pid][sort], 1) for pid in memory if kinds[pid] == kind)
-        for kind in ("parked", "parked at home", "rank")
-        for sort in ("private", "proportional")
-    }
+    cpu = {kind: sum(used[pid] for pid in kinds if kinds[pid] == kind) / steps / count[kind] / 1e6 for kind in count}
     return {
         "job": name,
         "ranks": setting.world,
@@ -123,27 +107,35 @@ def measured(args: argparse.Namespace, name: str) -> dict[str, Any]:
         "steps": steps,
         "processes": dict(count),
         "cpu_ms_a_step_each": {kind: round(value, 3) for kind, value in cpu.items()},
-        "memory_mib": {kind: values for kind, values in sizes.items() if values},
+        "memory_mib": {
+            f"{kind}, {sort}": sorted(round(sizes[pid][sort], 1) for pid in sizes if kinds[pid] == kind)
+            for kind in ("parked", "parked at home", "rank")
+            for sort in ("private", "pss")
+        },
     }
 
 
 def plan(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What larger jobs come to, from the job of eight ranks and one spare, which fills the machine least."""
+    """What larger jobs come to, from the job of eight ranks and one spare, which fills the machine least.
+
+    Several spares divide the hosts at first. Then each goes on with the others', as long as memory allows.
+    """
     [small] = [one for one in found if (one["ranks"], one["spares"]) == (8, 1)]
     first_s, all_s = small["covered_after_s"][0], small["covered_after_s"][-1]
-    each_ms = small["cpu_ms_a_step_each"]["parked"]
+    cpu = small["cpu_ms_a_step_each"]
+    each_ms = cpu["parked"] + cpu["spare's agent"] / small["ranks"]
     each_mib = statistics.median(small["memory_mib"]["parked, private"])
     rows = []
     for hosts in HOSTS:
         for spares in (1, 2):
-            mine = math.ceil(hosts / spares)
+            batches = math.ceil((math.ceil(hosts / spares) - 1) / AT_A_TIME)
             rows.append(
                 {
                     "hosts": hosts,
                     "spares": spares,
-                    "all_covered_after_s": round(first_s + math.ceil((mine - 1) / AT_A_TIME) * (all_s - first_s), 1),
-                    "memory_gib_a_spare": round(mine * RANKS_OF_A_HOST * each_mib / 1024, 1),
-                    "cpu_ms_a_step_a_spare": round(mine * RANKS_OF_A_HOST * each_ms, 1),
+                    "all_covered_after_s": round(first_s + batches * (all_s - first_s), 1),
+                    "memory_gib_a_spare": round(hosts * RANKS_OF_A_HOST * each_mib / 1024, 1),
+                    "cpu_ms_a_step_a_spare": round(hosts * RANKS_OF_A_HOST * each_ms, 1),
                 }
             )
     return rows
@@ -159,7 +151,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("parked-out"))
     parser.add_argument("--only", action="append", default=[], choices=list(JOBS))
     parser.add_argument("--startup-s", type=float, default=20.0, help="from the script's start to its first step")
-    parser.add_argument("--settle-s", type=float, default=60.0, help="after all hosts are covered")
     parser.add_argument("--seconds", type=float, default=60.0, help="over which CPU times are taken")
     parser.add_argument(
         "--limit", type=float, default=900.0, help="seconds until a job trains, and until it is covered"

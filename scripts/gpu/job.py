@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ from run_plain import run_ranks
 from gpu.checks import Checks, Figures, parse_args
 
 RANKS = 4
+PARKED_S = 1.0
+"""From the end of a rehearsal until its process has given back what it can."""
 WARM_SWAPS = 3
 """After them nothing more is made for the first time."""
 STEPS, SPACING = 20, 4
@@ -103,14 +106,20 @@ class CardJob(Job):
         self.device, self.parks = device, False
         self.in_use: dict[str, list[int]] = defaultdict(list)
 
+    @property
+    def rehearsed(self) -> set[int]:
+        return {rank for event in self.tail.of("SpareReady") for rank in event["ranks"]}
+
     def before_fault(self, outcome: Outcome) -> None:
         if self.parks:
-            self.until("every host's rehearsal", lambda: len(self.tail.of("SpareReady")) == RANKS)
+            self.until("every host's rehearsal", lambda: self.rehearsed == set(range(RANKS)))
+            time.sleep(PARKED_S)
             for pid, node in self.cluster.living().items():
                 name = Path(f"/proc/{pid}/comm").read_text()
                 if node == RANKS and name.startswith("python-spare") and (sample := look(pid)):
-                    self.in_use["KiB of the card, parked"].append(sample["device_kib"])
                     self.in_use["KiB private, parked"].append(sample["private_kib"])
+                    if card.is_stand_in():  # of a real card only the whole is known, below
+                        self.in_use["KiB of the card, parked"].append(sample["device_kib"])
         if self.device == "cuda":
             self.in_use["MiB of the card"].append(card.used_mib())
         for rank in SURVIVORS:
@@ -205,7 +214,7 @@ def many(place: Place, figures: Figures) -> None:
 def parked(place: Place, figures: Figures) -> None:
     """A spare parks a process for every host on the card. One takes over; the others leave the card before."""
     job = train(place, figures, "parked", [("node", "forward", 2)], parks=True)
-    assert len(job.in_use["KiB of the card, parked"]) == RANKS, dict(job.in_use)
+    assert len(job.in_use["KiB private, parked"]) == RANKS, dict(job.in_use)
     taken = [(event["rank"], event["covered"]) for event in job.tail.of("RankTakenOver")]
     assert taken == [(2, True)], taken
 

@@ -35,6 +35,8 @@ PHASES = {
     "restore": "StateRestored",
 }
 LOST = ("NodeLost", "RankLost")
+VARIANTS = {"default": (1, 10.0), "tuned": (2, 1.5), "two spares": (2, 10.0)}
+"""Spares and patience_s of each."""
 
 
 STEP_S = 0.08
@@ -55,7 +57,7 @@ class DeadpoolJob(Job):
     """Steps that the script loads from a checkpoint: the plugin counts from there."""
 
     def __init__(self, setting: Setting, variant: str) -> None:
-        self.spares = 2 if variant == "tuned" else 1
+        self.spares, self.patience_s = VARIANTS[variant]
         self.nodes = NODES + self.spares
         super().__init__(setting, variant)
         self.cluster.extra |= {"BENCH_SCRIPT": self.trains}
@@ -67,7 +69,7 @@ class DeadpoolJob(Job):
         folder = self.setting.folder
         config = {
             "spares": self.spares,
-            "patience_s": 1.5 if self.variant == "tuned" else 10.0,
+            "patience_s": self.patience_s,
             "secret_file": str(folder / "secret"),
             "output_dir": str(self._output),
             "interface_address": "127.0.0.1",
@@ -182,7 +184,8 @@ class StartupJob(DeadpoolJob):
         self._steps = setting.past_steps + sum((self.gap_after(fault) + 20) * n for fault, n in self.runs.items())
 
     def gap_after(self, fault: str) -> int:
-        return 50 if fault == "process" else self.gap
+        """After a process the time in which another loss would be one of a storm, whose plan waits for more."""
+        return math.ceil(1.5 * self.patience_s / STEP_S) if fault == "process" else self.gap
 
     def more_args(self) -> list[str]:
         load_s = 0.75 * self.setting.startup_s
