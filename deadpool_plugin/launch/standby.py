@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,8 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _CUDA_DEVICE = "/dev/nvidia-uvm"  # open in a process that has initialised CUDA; NVML does not open it
 _CUDA_CONTROL = "/dev/nvidiactl"  # there on every host with an NVIDIA driver
 _NICE = 10
+_WARM_S = 60.0  # that a process which is to stand in waits for imports at most
+_LOOK_S = 0.05
 _PAUSE = b"\1"
 
 
@@ -77,6 +80,11 @@ class Prewarm:
                 os.close(fd)
         self.pipe = os.pipe() if self._names is None else ()
         return self.pipe[1] if self.pipe else -1
+
+    @property
+    def is_under_way(self) -> bool:
+        """Return whether it imports, for it knows what."""
+        return self._names is not None and self._thread is not None and self._thread.is_alive()
 
     def resume(self, trains: bool) -> None:
         """Go on, in the process that has forked. `trains`: the other one runs a rank."""
@@ -112,6 +120,7 @@ class Standby:
         self._connection, self._local_rank, self._run, self._modules = connection, local_rank, run, modules
         self._ending_s, self._pid = ending_s, os.getpid()
         self._children: dict[int, int] = {}  # their orders, by pid
+        self._waiting: deque[tuple[local.RunRank, float]] = deque()  # to stand in, and until when they may wait
         self._running = 0  # the order whose process runs the slot's rank, or is to; 0: all stand in
         self._prewarm = Prewarm()
 
@@ -129,7 +138,11 @@ class Standby:
             except Exception as error:  # the script's to fail on
                 say(f"could not preload {name}: {error}", to=sys.stderr)
         while True:
-            readable, _, _ = select.select([self._connection.fileno(), self._signals[0]], [], [])
+            wait_s = _LOOK_S if self._waiting else None
+            readable, _, _ = select.select([self._connection.fileno(), self._signals[0]], [], [], wait_s)
+            # What is imported before a fork is memory that processes share; nobody waits for those that stand in.
+            if self._waiting and (not self._prewarm.is_under_way or time.monotonic() > self._waiting[0][1]):
+                self._fork(self._waiting.popleft()[0])
             if self._signals[0] in readable:
                 os.read(self._signals[0], 1 << 12)
                 for pid, exit_code in reaped():
@@ -158,6 +171,7 @@ class Standby:
                 self._end(*self._children.values())
                 os._exit(exit_code)
             case local.EndProcess(order):
+                self._unwait(order)
                 for pid in [pid for pid, its in self._children.items() if its == order]:
                     del self._children[pid]
                     with self._giving_up(), contextlib.suppress(ChildProcessError):
@@ -166,12 +180,22 @@ class Standby:
             case local.RunsRank(order):
                 self._end(self._running)
                 self._running = order
+                if (waiting := self._unwait(order)) is not None:
+                    self._fork(waiting)
             case local.RunRank(stands_in=True):
-                self._fork(message)
+                self._waiting.append((message, time.monotonic() + _WARM_S))
             case local.RunRank(order=order):
                 self._end(self._running)
                 self._running = order
                 self._fork(message)
+
+    def _unwait(self, order: int) -> local.RunRank | None:
+        """Let an order that waits, if it does, wait no more. Returns: it."""
+        found = next((one for one in self._waiting if one[0].order == order), None)
+        if found is None:
+            return None
+        self._waiting.remove(found)
+        return found[0]
 
     def _end(self, *orders: int) -> None:
         """End these processes, and all that processes have left behind. Blocks: until their memory is given back."""

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from deadpool_plugin.core import local
 from deadpool_plugin.host.proc import look, spawn
 from deadpool_plugin.launch import worker as program
 from deadpool_plugin.launch.standby import Standby
-from deadpool_plugin.launch.worker import become
+from deadpool_plugin.launch.worker import END_OF_NAMES, become
 from deadpool_plugin.transport.linux import PR_SET_CHILD_SUBREAPER, prctl
 from deadpool_plugin.transport.unix import LocalConnection, listen_unix
 
@@ -160,6 +161,37 @@ def test_stand_ins_live_beside_the_process_that_runs_the_rank(started, tmp_path)
     agent.send(local.End(0))
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     gone(1, 2, 3, 4, 5, 6)
+
+
+def test_what_stands_in_is_forked_when_all_is_imported(started, tmp_path, monkeypatch):
+    """What is imported before the fork is shared. What is to run the rank does not wait for it."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "slow_to_import.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+    )
+    (folder / "imported_last.py").write_text("")
+    monkeypatch.syspath_prepend(str(folder))
+
+    def run(order, tell):
+        if tell >= 0:
+            with os.fdopen(tell, "wb") as stream:
+                stream.write(b"slow_to_import\nimported_last" + END_OF_NAMES)
+        (tmp_path / f"{order.order}.new").write_text(str("imported_last" in sys.modules))
+        os.rename(tmp_path / f"{order.order}.new", tmp_path / str(order.order))
+        threading.Event().wait()
+
+    agent, *_ = started(run)
+    agent.send(local.RunRank(0, {}, 1, True, True))
+    until((tmp_path / "1").exists)
+    for number in (2, 3, 4):
+        agent.send(local.RunRank(0, {}, number, True, True))
+    agent.send(local.EndProcess(3))
+    time.sleep(0.5)
+    assert not (tmp_path / "2").exists(), "it would import for itself"
+    (tmp_path / "go").touch()
+    until((tmp_path / "4").exists)
+    assert {(tmp_path / number).read_text() for number in "24"} == {"True"} and not (tmp_path / "3").exists()
 
 
 @pytest.mark.parametrize("order", [local.RunRank(3, {}, 1), local.RunRank(3, {}, 1, True)], ids=["runs", "rehearses"])
