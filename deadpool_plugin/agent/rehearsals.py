@@ -234,9 +234,10 @@ class Rehearsals:
             return
         slot = rehearsal.slot
         rehearsal.device_bytes = max(0, message.total - message.free - self._held(slot))
-        if slot.rank < 0:  # else a rank uses it, too, and what that has is not known
+        if slot.rank < 0 and message.total:  # beside a rank it is not known what that has
+            needs = min(message.total, rehearsal.device_bytes + message.peak)  # what has just ended may have some
+            self._device_needs[slot] = max(self._device_needs[slot], needs)
             self._device_total[slot] = message.total
-            self._device_needs[slot] = max(self._device_needs[slot], rehearsal.device_bytes + message.peak)
 
     def _held(self, slot: Slot) -> int:
         """Return how many bytes of the slot's device parked processes have."""

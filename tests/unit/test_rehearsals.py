@@ -543,6 +543,22 @@ def test_a_spare_parks_on_its_devices_what_they_have_room_for(monkeypatch):
     asyncio.run(scenario())
 
 
+def test_what_an_ended_process_still_had_of_a_device_keeps_nobody_out_for_good(monkeypatch):
+    async def scenario():
+        job = Parking(monkeypatch, slots=1, stands_by=True)
+        job.rehearsals.order(job.slots[0], 0, 1)
+        await job.passes(4)
+        process = job.slots[0].stand_ins[0]
+        job.rehearsals.parked(process, local.Parked(0, free=5, total=80, peak=40))  # 45 of it another one's
+        job.rehearsals.parked(process, local.Parked(0, free=0, total=0, peak=0))  # a rank that uses no device
+        job.rehearsals.end(job.slots[0], 0)
+        job.rehearsals.order(job.slots[0], 1, 1)
+        await job.passes(4)
+        assert job.stand_ins == [1] and job.fed == []
+
+    asyncio.run(scenario())
+
+
 def test_training_waits_until_its_device_is_free_of_what_was_parked(monkeypatch):
     async def scenario():
         job = Parking(monkeypatch, slots=1, stands_by=True)
