@@ -116,7 +116,7 @@ def measured(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def plan(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What larger jobs come to, from the job of eight ranks and one spare, which fills the machine least.
+    """Work out larger jobs from the job of eight ranks and one spare, which fills the machine least.
 
     Several spares divide the hosts at first. Then each goes on with the others', as long as memory allows.
     """

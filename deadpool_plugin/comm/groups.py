@@ -48,7 +48,7 @@ class Groups(Runtime):
     def __init__(self, recording_limit_bytes: int = 1 << 20, explain_timeout_s: float = 10.0) -> None:
         self.handles: list[Handle] = []
         self.runtime: Runtime = self
-        """Whoever serves what the handles are asked; a worker puts itself here before the first group is made."""
+        """Server of what the handles are asked; a worker puts itself here before the first group is made."""
         self.generations = Generations(explain_timeout_s, self._connection_broke)
         self.calls_area = memoryview(b"")
         """Where this rank's agent looks for what the rank issues, as soon as it has an arena."""

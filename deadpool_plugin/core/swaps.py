@@ -131,7 +131,7 @@ class Swaps:
         """Ask whether others know of a newer generation, and end alone if not: they may see it otherwise and go on."""
         ctx, accepted = self._ctx, self.voter.acceptor.accepted
         living, members = ctx.living, ctx.world.members
-        # Whoever decided it may have died before it told all; the hosts that our accepted plan takes in may know, too.
+        # Its proposer may have died before it told all. The hosts that our accepted plan takes in may know of it, too.
         may_know = (*living, *(accepted[1].joined if accepted is not None else ()))
         others = [node for node in may_know if node != ctx.node and node not in ctx.watch.evidence]
         if others and self._asked_at == NEVER:
@@ -189,7 +189,7 @@ class Swaps:
 
     @property
     def _calm_at(self) -> float:
-        """When a plan that is due for a loss may be made: at once, but after a while if the last loss was lately.
+        """Return when a plan for a loss may be made: at once, but after a while if the last loss was lately.
 
         Each plan of a storm costs all ranks an interruption, so what is lost meanwhile is planned together. A host
         that joins is no loss, and holds nobody up.

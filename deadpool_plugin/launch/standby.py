@@ -120,7 +120,7 @@ class Standby:
         self._connection, self._local_rank, self._run, self._modules = connection, local_rank, run, modules
         self._ending_s, self._pid = ending_s, os.getpid()
         self._children: dict[int, int] = {}  # their orders, by pid
-        self._waiting: deque[tuple[local.RunRank, float]] = deque()  # to stand in, and until when they may wait
+        self._waiting: dict[int, tuple[local.RunRank, float]] = {}  # orders to stand in, and until when they may wait
         self._running = 0  # the order whose process runs the slot's rank, or is to; 0: all stand in
         self._prewarm = Prewarm()
 
@@ -140,9 +140,11 @@ class Standby:
         while True:
             wait_s = _LOOK_S if self._waiting else None
             readable, _, _ = select.select([self._connection.fileno(), self._signals[0]], [], [], wait_s)
-            # What is imported before a fork is memory that processes share; nobody waits for those that stand in.
-            if self._waiting and (not self._prewarm.is_under_way or time.monotonic() > self._waiting[0][1]):
-                self._fork(self._waiting.popleft()[0])
+            # Modules imported before a fork are memory that processes share; nobody waits for those that stand in.
+            first, until = next(iter(self._waiting.values()), (None, 0.0))
+            if first is not None and (not self._prewarm.is_under_way or time.monotonic() > until):
+                del self._waiting[first.order]
+                self._fork(first)
             if self._signals[0] in readable:
                 os.read(self._signals[0], 1 << 12)
                 for pid, exit_code in reaped():
@@ -171,7 +173,7 @@ class Standby:
                 self._end(*self._children.values())
                 os._exit(exit_code)
             case local.EndProcess(order):
-                self._unwait(order)
+                self._waiting.pop(order, None)
                 for pid in [pid for pid, its in self._children.items() if its == order]:
                     del self._children[pid]
                     with self._giving_up(), contextlib.suppress(ChildProcessError):
@@ -180,22 +182,14 @@ class Standby:
             case local.RunsRank(order):
                 self._end(self._running)
                 self._running = order
-                if (waiting := self._unwait(order)) is not None:
-                    self._fork(waiting)
-            case local.RunRank(stands_in=True):
-                self._waiting.append((message, time.monotonic() + _WARM_S))
+                if (waiting := self._waiting.pop(order, None)) is not None:
+                    self._fork(waiting[0])
+            case local.RunRank(order=order, stands_in=True):
+                self._waiting[order] = message, time.monotonic() + _WARM_S
             case local.RunRank(order=order):
                 self._end(self._running)
                 self._running = order
                 self._fork(message)
-
-    def _unwait(self, order: int) -> local.RunRank | None:
-        """Let an order that waits, if it does, wait no more. Returns: it."""
-        found = next((one for one in self._waiting if one[0].order == order), None)
-        if found is None:
-            return None
-        self._waiting.remove(found)
-        return found[0]
 
     def _end(self, *orders: int) -> None:
         """End these processes, and all that processes have left behind. Blocks: until their memory is given back."""
