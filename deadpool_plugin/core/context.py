@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from .api import AbortWorkers, Action, Emit, Leave, Send
 from .events import Event, JobFinished, JobStopped, NodeFenced
@@ -110,6 +111,7 @@ class Context:
         self.broken: tuple[NodeId, ...] = ()  # the other end of the training connection that broke (itself: not known)
         self.swapping = False  # this generation is fenced here and the next one is not decided yet
         self.swap_since = 0.0
+        self.interrupted_s = inf  # how long the newest swap kept training from going on, as far as this node knows
         self.patient_since = 0.0  # when it was last told to wait for a decision, or began to, by `awake`
         self.waiting = False  # the coordinator (perhaps one before it) waits for a host to join
 
@@ -144,6 +146,7 @@ class Context:
         self.committed = NO_STEP
         self.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
         self.training, self.has_trained = False, self.has_trained or not self.begins_at_top
+        self.interrupted_s = inf
         self.stuck, self.broken = "", ()
         self.swapping = self.waiting = False
         self.contact_at, self.echo = max(self.contact_at, asked_at), (self.node, NEVER)
@@ -246,6 +249,8 @@ class Context:
         return self.checkpoint != before
 
     def begin_training(self) -> None:
+        if not self.training:
+            self.interrupted_s = self.now - self.swap_since
         self.training = self.has_trained = True
 
     # -- the way out of this generation --------------------------------------------------------------------------

@@ -191,13 +191,13 @@ class Swaps:
     def _calm_at(self) -> float:
         """Return when a plan for a loss may be made: at once, but after a while if the last loss was lately.
 
-        Each plan of a storm costs all ranks an interruption, so what is lost meanwhile is planned together. A host
-        that joins is no loss, and holds nobody up.
+        Each plan of a storm costs all ranks an interruption, so what is lost meanwhile is planned together. To wait
+        for longer than the last one took would cost more than that saves. A host that joins is no loss.
         """
         ctx, plan, storm_s = self._ctx, self._ctx.plan, self._ctx.timing.silent_after_s
         only_joins = not (ctx.suspects or self._processes.any_gone or self._is_stuck or ctx.swapping)
         after_loss = plan is not None and (plan.lost_nodes or plan.lost_ranks) and ctx.now - self._began_at < storm_s
-        return ctx.now + storm_s / CALMS if after_loss and not only_joins else NEVER
+        return ctx.now + min(storm_s / CALMS, ctx.interrupted_s) if after_loss and not only_joins else NEVER
 
     def promise(self, sender: NodeId, message: Promise) -> None:
         ctx, proposal = self._ctx, self.proposal

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from deadpool_plugin.core import api, events
+from deadpool_plugin.core.swaps import CALMS
 from deadpool_plugin.core.types import NO_STEP
 
 HOMES = (0, 0, 1, 1, 2, 2)
@@ -141,6 +142,21 @@ def test_a_storm_that_does_not_end_is_planned_within_one_patience(start):
     assert set(job.end().values()) == {0} and not job.told(events.NodeLost)
     planned = [len(plan.lost_ranks) for plan in job.plans.values()]
     assert planned[0] == 1 and 8 <= planned[1] <= 12 and sum(planned) == 24
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_waits_for_more_no_longer_than_the_last_swap_took(start, monkeypatch, seed):
+    job = start(seed=seed, steps=60).train()
+    for how_long in ("start_s", "rehearse_s", "end_s", "unwind_s"):
+        monkeypatch.setattr(job, how_long, lambda *_: 0.0)
+    heal(job, 2)
+    began, storm_s = job.timeline.now, job.timing.silent_after_s
+    heal(job, 4)
+    assert job.timeline.now - began < storm_s, "else this test shows nothing"
+    first = job.told(events.SwapDone)[0]
+    second = job.told(events.SwapPlanned)[1]
+    assert first.duration_s <= second.duration_s < storm_s / CALMS
+    assert set(job.end().values()) == {0}
 
 
 def test_an_error_that_comes_back_is_tried_on_another_host_and_then_ends_the_job(start):
