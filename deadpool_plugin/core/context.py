@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import inf
 
 from .api import AbortWorkers, Action, Emit, Leave, Send
 from .events import Event, JobFinished, JobStopped, NodeFenced
@@ -111,7 +110,7 @@ class Context:
         self.broken: tuple[NodeId, ...] = ()  # the other end of the training connection that broke (itself: not known)
         self.swapping = False  # this generation is fenced here and the next one is not decided yet
         self.swap_since = 0.0
-        self.interrupted_s = inf  # how long the newest swap kept training from going on, as far as this node knows
+        self.interrupted_s = float("inf")  # how long training stood still for the newest swap, as far as known here
         self.patient_since = 0.0  # when it was last told to wait for a decision, or began to, by `awake`
         self.waiting = False  # the coordinator (perhaps one before it) waits for a host to join
 
@@ -146,7 +145,7 @@ class Context:
         self.committed = NO_STEP
         self.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
         self.training, self.has_trained = False, self.has_trained or not self.begins_at_top
-        self.interrupted_s = inf
+        self.interrupted_s = float("inf")
         self.stuck, self.broken = "", ()
         self.swapping = self.waiting = False
         self.contact_at, self.echo = max(self.contact_at, asked_at), (self.node, NEVER)
