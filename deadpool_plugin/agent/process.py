@@ -265,6 +265,7 @@ class Agent:
         process = slot.of_peer(peer)
         match message:
             case local.RankReady():
+                self._workers.tell_imports(slot, message.modules)
                 self._tasks.start(self._mirroring.prepare(slot, peer, message))
             case local.Staged():
                 self._mirroring.staged(message)

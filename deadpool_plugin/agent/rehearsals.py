@@ -177,6 +177,7 @@ class Rehearsals:
     async def begin(self, slot: Slot, rank: Rank, source: NodeId, stands_in: bool = False) -> Rehearsal:
         """Get the rank's recording, from `source` if it is not here, and have a process rehearse it."""
         profile = await self._mirroring.recording(source, rank)
+        self._workers.tell_imports(slot, profile.modules)  # what is imported before the fork is shared memory
         process = self._workers.order(slot, rank, rehearses=True, stands_in=stands_in)
         history = CallHistory(self._node.config.history_limit_bytes)
         rehearsal = self.by_process[process] = Rehearsal(slot, process, profile, source, history)

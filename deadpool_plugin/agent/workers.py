@@ -159,6 +159,11 @@ class Workers:
             slot.standby.send(slot.order)
         return process
 
+    def tell_imports(self, slot: Slot, modules: tuple[str, ...]) -> None:
+        """Have the slot's standby process import what a rank has imported, for those that it forks from now on."""
+        if slot.standby is not None:
+            slot.standby.send(local.Imports(modules))
+
     def _cut_off(self, process: Process) -> None:
         if process.peer is not None:
             process.peer.tag = None

@@ -46,6 +46,10 @@ class StandbyHello(LocalMessage, frozen=True):
     local_rank: Count  # the slot for which this process imports once and forks
 
 
+class Imports(LocalMessage, frozen=True):
+    modules: tuple[str, ...]  # to import, each once, while there is nothing else to do (RankReady)
+
+
 class RunRank(LocalMessage, frozen=True):
     rank: Rank  # of the process to fork, which begins the script or rehearses it
     env: dict[str, str]  # is set before the user's script runs
@@ -120,6 +124,7 @@ class RankReady(LocalMessage, frozen=True):
     replicas: tuple[Rank, ...]  # who has the same payload
     recording: bytes  # of its start-up collectives (opaque), which a rehearsal replays
     on_device: bool = False  # it uses a device
+    modules: tuple[str, ...] = ()  # installed ones that it has imported, then `module:function:argument` to be called
 
 
 class ArenaHandOver(LocalMessage, frozen=True):
@@ -235,9 +240,9 @@ class WorkerEvent(LocalMessage, frozen=True):
 
 
 AnyLocalMessage = (
-    SupervisorHello | StandbyExited | Leaving | End | StandbyHello | RunRank | RunsRank | EndProcess | WorkerExited
-    | CannotEnd | WorkerHello | RehearsalOutput | StackFile | StoreOffer | HostStore | StartGroups | RankReady
-    | ArenaHandOver | Staged | Committed | Abort | Join | Recording | Rehearsed | History | Park | Parked | Moved
-    | WorkerMoved | ConnectionBroke | TakeOver | Unwound | Saving | WorkerRestored | OutOfReach | CheckpointSaved
-    | Failing | WorkerFinished | WorkerEvent
+    SupervisorHello | StandbyExited | Leaving | End | StandbyHello | Imports | RunRank | RunsRank | EndProcess
+    | WorkerExited | CannotEnd | WorkerHello | RehearsalOutput | StackFile | StoreOffer | HostStore | StartGroups
+    | RankReady | ArenaHandOver | Staged | Committed | Abort | Join | Recording | Rehearsed | History | Park | Parked
+    | Moved | WorkerMoved | ConnectionBroke | TakeOver | Unwound | Saving | WorkerRestored | OutOfReach
+    | CheckpointSaved | Failing | WorkerFinished | WorkerEvent
 )  # fmt: skip

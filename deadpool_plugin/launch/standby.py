@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -33,13 +33,13 @@ from ..transport.framing import ConnectionClosed
 from ..transport.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, kill_tree, prctl
 from ..transport.unix import LocalConnection
 from ..worker.patching import before_fork
-from .worker import END_OF_NAMES, become
+from .worker import become
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed")
 ENDING_S = 60.0  # longer than a large process takes to give back what it has, on a device and in memory
 _ORDER = "DEADPOOL_ORDER"
-Run = Callable[[local.RunRank, int], object]
-"""The work of a forked process: gets the order, and a descriptor to tell what it has imported (-1: nobody asks)."""
+Run = Callable[[local.RunRank], object]
+"""The work of a forked process."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Set, it lets `torch.cuda.is_available()`, which many modules ask as they are imported, leave CUDA alone."""
 _CUDA_DEVICE = "/dev/nvidia-uvm"  # open in a process that has initialised CUDA; NVML does not open it
@@ -47,68 +47,58 @@ _CUDA_CONTROL = "/dev/nvidiactl"  # there on every host with an NVIDIA driver
 _NICE = 10
 _WARM_S = 60.0  # that a process which is to stand in waits for imports at most
 _LOOK_S = 0.05
-_PAUSE = b"\1"
 
 
 class Prewarm:
-    """Imports what the first forked process imported, and does work that it names, so that later forks start warm.
+    """Imports what a rank has imported, and does work that it names, so that later forks start warm and share memory.
 
-    Where a rank runs, the importing thread stands behind everything else. A module that initialises CUDA as it is
-    imported takes it from every process forked afterwards: those look for that (`cuda_is_lost`) and begin anew.
-    Thread: the main one, which calls `pause` before it forks and `resume` after.
+    The importing thread stands behind everything else, as a rank may run on this host. A module that initialises CUDA
+    as it is imported takes it from every process forked afterwards: those look for that (`cuda_is_lost`) and begin
+    anew. Thread: the main one, which calls `pause` before it forks and `resume` after.
     """
 
     def __init__(self) -> None:
-        self.pipe: tuple[int, ...] = ()  # both ends of that for the names; none if nobody needs them any more
         self._names: deque[str] | None = None
         self._pausing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def pause(self) -> int:
-        """Stop importing; no thread is left. Blocks: for the one module that is being imported.
+    def begin(self, names: Iterable[str]) -> None:
+        """Import these; of further calls, which may name a little more, nothing is done."""
+        if self._names is None:
+            self._names = deque(names)
+            self.resume()
 
-        Returns: the descriptor for the names of the process about to be forked; -1 if nobody needs them any more.
-        """
+    def pause(self) -> None:
+        """Stop importing; no thread is left. Blocks: for the one module that is being imported."""
         if self._thread is not None:
             self._pausing.set()
             with contextlib.suppress(OSError):  # only a privileged process may hurry it up
                 os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, 0)
-            if self.pipe:
-                os.write(self.pipe[1], _PAUSE)
             self._thread.join()
-            for fd in self.pipe:
-                os.close(fd)
-        self.pipe = os.pipe() if self._names is None else ()
-        return self.pipe[1] if self.pipe else -1
+            self._thread = None
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether it imports, for it knows what."""
-        return self._names is not None and self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
-    def resume(self, trains: bool) -> None:
-        """Go on, in the process that has forked. `trains`: the other one runs a rank."""
-        self._pausing.clear()
-        self._thread = threading.Thread(target=self._run, args=(trains,), name="deadpool-prewarm")
-        self._thread.start()
+    def resume(self) -> None:
+        """Go on, in the process that has forked."""
+        if self._names:
+            self._pausing.clear()
+            self._thread = threading.Thread(target=self._run, args=(self._names,), name="deadpool-prewarm")
+            self._thread.start()
 
-    def _run(self, trains: bool) -> None:
-        heard = b""
-        while self._names is None and not heard.endswith(_PAUSE):
-            heard += os.read(self.pipe[0], 1 << 16)
-            if END_OF_NAMES in heard:
-                self._names = deque(heard.partition(END_OF_NAMES)[0].decode().split("\n"))
-        if trains:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        while self._names and not self._pausing.is_set():
-            name, *call = self._names.popleft().split(":", 2)
+    def _run(self, names: deque[str]) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while names and not self._pausing.is_set():
+            name, *call = names.popleft().split(":", 2)
             # An import that fails here (off the main thread, say) costs a later process its import, no more.
             with contextlib.suppress(Exception):
                 module = importlib.import_module(name)
                 if call:
                     function, argument = call
                     getattr(module, function)(argument)
-        before_fork.note()  # the next fork is not to wait for it
+        before_fork.note()
 
 
 class Standby:
@@ -137,6 +127,7 @@ class Standby:
                 importlib.import_module(name)
             except Exception as error:  # the script's to fail on
                 say(f"could not preload {name}: {error}", to=sys.stderr)
+        before_fork.note()  # not at every fork: a page written here is one that each process forked before has alone
         while True:
             wait_s = _LOOK_S if self._waiting else None
             readable, _, _ = select.select([self._connection.fileno(), self._signals[0]], [], [], wait_s)
@@ -179,6 +170,8 @@ class Standby:
                     with self._giving_up(), contextlib.suppress(ChildProcessError):
                         kill_tree(pid, self._ending_s)
                         os.waitpid(pid, 0)
+            case local.Imports(modules):
+                self._prewarm.begin(modules)
             case local.RunsRank(order):
                 self._end(self._running)
                 self._running = order
@@ -209,10 +202,10 @@ class Standby:
             os._exit(1)
 
     def _fork(self, order: local.RunRank) -> None:
-        tell, me = self._prewarm.pause(), os.getpid()
+        self._prewarm.pause()
+        me = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        before_fork.note()
         child = os.fork()
         if child == 0:  # which never returns into the loop above
             try:
@@ -220,15 +213,15 @@ class Standby:
                 signal.set_wakeup_fd(-1)
                 for number in (signal.SIGCHLD, signal.SIGTERM):
                     signal.signal(number, signal.SIG_DFL)
-                for fd in (*self._signals, *self._prewarm.pipe[:1], self._connection.fileno()):
+                for fd in (*self._signals, self._connection.fileno()):
                     os.close(fd)
-                self._run(order, tell)
+                self._run(order)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(1)
         self._children[child] = order.order
-        self._prewarm.resume(trains=not order.rehearses or order.stands_in)
+        self._prewarm.resume()
 
 
 def cuda_is_lost() -> bool:
@@ -249,14 +242,14 @@ def main(script: list[str]) -> NoReturn:
     os.environ.setdefault(NVML_CHECK, "1")
     config, local_rank = load(os.environ["DEADPOOL_CONFIG"]), int(os.environ["LOCAL_RANK"])
     if _ORDER in os.environ:
-        become(config, local_rank, script, msgspec.json.decode(os.environ.pop(_ORDER), type=local.RunRank), -1)
+        become(config, local_rank, script, msgspec.json.decode(os.environ.pop(_ORDER), type=local.RunRank))
 
-    def run(order: local.RunRank, tell: int) -> None:
+    def run(order: local.RunRank) -> None:
         if cuda_is_lost():  # do it without anything that was imported before the fork
             say("the import of a module initialised CUDA: this process imports everything again", to=sys.stderr)
             os.environ[_ORDER] = msgspec.json.encode(order).decode()
             os.execv(sys.executable, [sys.executable, "-u", "-m", "deadpool_plugin.launch.standby", *script])
-        become(config, local_rank, script, order, tell)
+        become(config, local_rank, script, order)
 
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
     modules = config.preload if config.preload is not None else DEFAULT_PRELOAD

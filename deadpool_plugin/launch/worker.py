@@ -1,10 +1,10 @@
 """The process a slot's standby process forks: becomes one rank, or rehearses one, and runs the user's script.
 
 Rules of this file: torch is imported by functions only, as the standby process may have to do without it. The
-environment is set before anything of the user's runs; the process introduces itself on a connection of its own; it
-tells once what it has imported. A script that ends well waits for everybody else's end; every other end is told to the
-agent, after it has been printed (the agent may end us at once), and also if it could not be (a full disk). One method
-of argparse is replaced for the script, and nothing else here.
+environment is set before anything of the user's runs; the process introduces itself on a connection of its own. A
+script that ends well waits for everybody else's end; every other end is told to the agent, after it has been printed
+(the agent may end us at once), and also if it could not be (a full disk). One method of argparse is replaced for the
+script, and nothing else here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import runpy
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,11 +38,10 @@ if TYPE_CHECKING:
     from ..worker.context import Context
 
 REASON_CHARS = 200  # of an error of several lines
-END_OF_NAMES = b"\0"  # said, as the end of file may never come: what the script forked before holds the pipe, too
 
 
-def become(config: Config, local_rank: int, script: list[str], order: local.RunRank, tell: int) -> NoReturn:
-    """Carry out `order`; never returns. `tell`: where to say what was imported, -1 if nobody asks."""
+def become(config: Config, local_rank: int, script: list[str], order: local.RunRank) -> NoReturn:
+    """Carry out `order`; never returns."""
     os.environ.update(order.env)
     linux.name_process(f"python-{'spare' if order.rehearses else 'rank'}{order.rank}")
     if order.stands_in:  # until it takes over, its orphans are its own: the standby process has another's beside them
@@ -66,7 +65,6 @@ def become(config: Config, local_rank: int, script: list[str], order: local.RunR
     except Exception as error:  # nobody may see its traceback: that goes to a file, which may be on a full disk
         tell_failing(connection, order.rank, error)
         raise
-    context.on_built = lambda: tell_modules(tell, context.adapter.beforehand())
 
     def failed(error: BaseException) -> None:
         tell_failing(connection, order.rank, error, context.difference is not None)
@@ -124,22 +122,6 @@ def _context(connection: LocalConnection, config: Config, local_rank: int, rehea
     link.start(context)
     context.offer_store()  # at once: if every process of the job is lost, nobody else has one
     return context
-
-
-def tell_modules(pipe: int, beforehand: Iterable[str] = ()) -> None:
-    """Tell the names of the installed modules this forked process has imported and of ours, not of the user's own.
-
-    Args: pipe: -1 if nobody asks. beforehand: `module:function:argument`, what is to be called after these imports.
-    """
-    if pipe < 0:
-        return
-    known = []
-    for name, module in list(sys.modules.items()):
-        with contextlib.suppress(Exception):  # a module that imports as it is asked may raise anything
-            if name.startswith("deadpool_plugin.") or "site-packages" in str(module.__file__):
-                known.append(name)
-    with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "wb") as stream:
-        stream.write("\n".join([*known, *beforehand]).encode() + END_OF_NAMES)
 
 
 def tell_failing(connection: LocalConnection, rank: int, error: BaseException, differs: bool = False) -> None:

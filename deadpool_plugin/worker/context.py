@@ -58,7 +58,6 @@ class Context:
         self._offers_stores = local_rank == 0
         self._stores: list[Any] = []
         self._exit_code: int | None = None
-        self.on_built: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Put ourselves between the script and torch.distributed, and (at its initialisation) the framework."""

@@ -228,7 +228,6 @@ class Follow:
                 ALIKE,
             )
         self._unread.finish([*context.adapter.state.shard, *context.adapter.state.derived])
-        context.on_built()  # before others rehearse: they are forked with what this process has imported
         context.link.send(local.Rehearsed(self._rank, time.monotonic() - self._began))
         context.saves.folders.made = self._files.own
         self._files.lift()  # before what follows wraps `open`

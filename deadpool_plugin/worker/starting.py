@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -128,11 +131,19 @@ class Starting:
         recording = codec.encode([context.groups.stop_recording(), layout.digest, *self.unwatch()])
         sizes, replicas = (self._header_bytes, layout.payload_bytes), context.adapter.state.replicas()
         on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        context.link.send(local.RankReady(self._rank, *sizes, layout.digest, replicas, recording, on_device))
+        modules = (*imported(), *context.adapter.beforehand())
+        context.link.send(local.RankReady(self._rank, *sizes, layout.digest, replicas, recording, on_device, modules))
         _, (descriptor,) = context.link.receive(local.ArenaHandOver)
         slots = SlotPair.attach(descriptor, self._rank, *sizes)
         context.mode = live = Live(context, layout, slots, step=0)
         context.groups.begin_counting()
         live.stage(0)
         context.offer_store()
-        context.on_built()
+
+
+def imported() -> Iterator[str]:
+    """Find the names of the installed modules that this process has imported and of ours, not of the user's own."""
+    for name, module in list(sys.modules.items()):
+        with contextlib.suppress(Exception):  # a module that imports as it is asked may raise anything
+            if name.startswith("deadpool_plugin.") or "site-packages" in str(module.__file__):
+                yield name

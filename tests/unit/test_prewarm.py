@@ -1,4 +1,4 @@
-"""Reports of a forked process to its standby process on imports, and what becomes of one that these have spoilt."""
+"""Imports of a standby process before it forks, and what becomes of a forked process that these have spoilt."""
 
 from __future__ import annotations
 
@@ -15,33 +15,7 @@ from deadpool_plugin.core import local
 from deadpool_plugin.host.proc import spawn
 from deadpool_plugin.launch import standby
 from deadpool_plugin.launch.standby import Prewarm
-from deadpool_plugin.launch.worker import tell_modules
 from deadpool_plugin.transport.unix import LocalConnection, listen_unix
-
-
-def told(prewarm: Prewarm, *beforehand: str) -> None:
-    """A forked process, which has a copy of the descriptor, tells its names: more than a pipe holds."""
-    tell = os.dup(prewarm.pause())
-    prewarm.resume(trains=False)
-    tell_modules(tell, beforehand)
-
-
-def test_the_names_are_had_once_although_somebody_else_holds_the_pipe():
-    """The script may have forked (a DataLoader) before it told: there is no end of file then."""
-    prewarm = Prewarm()
-    told(prewarm)
-    assert prewarm.pause() == -1
-
-
-def test_a_process_that_ended_without_a_word_is_asked_again():
-    prewarm = Prewarm()
-    assert prewarm.pause() >= 0
-    prewarm.resume(trains=False)
-    again = prewarm.pause()
-    assert again >= 0
-    prewarm.resume(trains=False)
-    os.write(again, b"json\ncut of")
-    assert prewarm.pause() >= 0
 
 
 def hello_of_a_forked_process(monkeypatch, tmp_path, lost):
@@ -81,12 +55,15 @@ def test_what_can_be_done_beforehand_is_done_after_the_imports_and_may_fail(monk
     done: list[object] = []
     monkeypatch.setattr(standby, "learned", done.append, raising=False)
     prewarm = Prewarm()
-    told(prewarm, *(f"{standby.__name__}:{name}:a=/b:c" for name in ("is_not_there", "learned")))
+    prewarm.begin(
+        ["no_module_of_that_name", *(f"{standby.__name__}:{name}:a=/b:c" for name in ("is_not_there", "learned"))]
+    )
     prewarm.pause()
     while prewarm._names:  # it was paused before it got there
-        prewarm.resume(trains=False)
+        prewarm.resume()
         prewarm.pause()
-    assert done == ["a=/b:c"]
+    prewarm.begin([f"{standby.__name__}:learned:again"])  # another process's, which has imported the same
+    assert done == ["a=/b:c"] and not prewarm.is_under_way
 
 
 @pytest.mark.parametrize(("devices", "lost"), [(0, False), (1, True)])

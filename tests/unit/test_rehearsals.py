@@ -310,7 +310,7 @@ class Parking:
         self.rehearsals = Rehearsals(node, self.workers, mirroring)
         self.takeovers = TakeOvers(node, self.workers, mirroring, self.rehearsals)
         for rank in range(2):
-            profile = local.RankReady(rank, 4096, 64, "", (rank,), b"", on_device=False)
+            profile = local.RankReady(rank, 4096, 64, "", (rank,), b"", modules=("torch",))
             mirroring.profiles[rank] = profile
             on.store.recordings[rank] = msgspec.msgpack.encode(profile)
         monkeypatch.setattr("deadpool_plugin.agent.rehearsals.loop_time", lambda: self.clock)
@@ -455,6 +455,8 @@ def test_a_spare_parks_as_many_hosts_as_memory_allows(monkeypatch):
         job.rehearsals.order(slot, 0, 1)
         await job.passes(1)
         assert job.stand_ins == [0], "its first host, whatever there is"
+        imports, order = cast(Told, slot.standby).told
+        assert imports == local.Imports(("torch",)) and isinstance(order, local.RunRank), "imports come before the fork"
         job.rehearsed()
         assert job.fed == [api.SpareRehearsed(0, 0)]
         job.rehearsals.order(slot, 1, 1)

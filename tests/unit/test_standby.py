@@ -19,7 +19,7 @@ from deadpool_plugin.core import local
 from deadpool_plugin.host.proc import look, spawn
 from deadpool_plugin.launch import worker as program
 from deadpool_plugin.launch.standby import Standby
-from deadpool_plugin.launch.worker import END_OF_NAMES, become
+from deadpool_plugin.launch.worker import become
 from deadpool_plugin.transport.linux import PR_SET_CHILD_SUBREAPER, prctl
 from deadpool_plugin.transport.unix import LocalConnection, listen_unix
 
@@ -64,7 +64,7 @@ def test_when_memory_is_short_a_worker_goes_and_not_its_agent(started, tmp_path)
     found = tmp_path / "pipe"
     os.mkfifo(found)
 
-    def says_its_score(order, tell):
+    def says_its_score(order):
         found.write_text(Path("/proc/self/oom_score_adj").read_text())
 
     agent, *_ = started(says_its_score)
@@ -78,7 +78,7 @@ def test_a_process_that_cannot_be_ended_is_named_and_the_standby_process_ends(st
     def nobody_is_killed():
         pytest.MonkeyPatch().setattr(os, "kill", lambda pid, number: None)
 
-    agent, pid, _ = started(lambda order, tell: threading.Event().wait(), nobody_is_killed, ending_s=0.05)
+    agent, pid, _ = started(lambda order: threading.Event().wait(), nobody_is_killed, ending_s=0.05)
     agent.send(order(1))
     agent.send(order(2))
     told = heard(agent)
@@ -90,7 +90,7 @@ def test_an_order_replaces_the_process_of_the_one_before(started, tmp_path):
     found = tmp_path / "pipe"
     os.mkfifo(found)
 
-    def says_who_it_is(order, tell):
+    def says_who_it_is(order):
         found.write_text(str(os.getpid()))
         threading.Event().wait()
 
@@ -105,7 +105,7 @@ def test_an_order_replaces_the_process_of_the_one_before(started, tmp_path):
 def waits(folder):
     """Return what forked processes do: write who they are, and whom they have started, and wait."""
 
-    def run(order, tell):
+    def run(order):
         if order.stands_in:
             prctl(PR_SET_CHILD_SUBREAPER, 1)
         daemon = subprocess.run(["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE, check=True)
@@ -173,25 +173,37 @@ def test_what_stands_in_is_forked_when_all_is_imported(started, tmp_path, monkey
     (folder / "imported_last.py").write_text("")
     monkeypatch.syspath_prepend(str(folder))
 
-    def run(order, tell):
-        if tell >= 0:
-            with os.fdopen(tell, "wb") as stream:
-                stream.write(b"slow_to_import\nimported_last" + END_OF_NAMES)
+    def run(order):
         (tmp_path / f"{order.order}.new").write_text(str("imported_last" in sys.modules))
         os.rename(tmp_path / f"{order.order}.new", tmp_path / str(order.order))
         threading.Event().wait()
 
     agent, *_ = started(run)
-    agent.send(local.RunRank(0, {}, 1, True, True))
-    until((tmp_path / "1").exists)
-    for number in (2, 3, 4):
+    agent.send(local.Imports(("slow_to_import", "imported_last")))
+    for number in (1, 2, 3):
         agent.send(local.RunRank(0, {}, number, True, True))
-    agent.send(local.EndProcess(3))
+    agent.send(local.EndProcess(2))
     time.sleep(0.5)
-    assert not (tmp_path / "2").exists(), "it would import for itself"
+    assert not (tmp_path / "1").exists(), "it would import for itself"
     (tmp_path / "go").touch()
-    until((tmp_path / "4").exists)
-    assert {(tmp_path / number).read_text() for number in "24"} == {"True"} and not (tmp_path / "3").exists()
+    until((tmp_path / "3").exists)
+    assert {(tmp_path / number).read_text() for number in "13"} == {"True"} and not (tmp_path / "2").exists()
+
+
+def test_a_fork_writes_little_of_the_memory_that_the_processes_share(started, tmp_path):
+    """A page that the standby process writes is one that each process forked before has alone from then on."""
+
+    def private_mib(pid):
+        rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(row.split()[1]) for row in rows if row.startswith("Private_Dirty")) / 1024
+
+    agent, *_ = started(waits(tmp_path))
+    alone = []
+    for number in range(1, 5):
+        agent.send(local.RunRank(0, {}, number, True, True))
+        until((tmp_path / str(number)).exists)
+        alone.append(private_mib((tmp_path / "1").read_text().split()[0]))
+    assert alone[-1] - alone[0] < 1.0, alone
 
 
 @pytest.mark.parametrize("order", [local.RunRank(3, {}, 1), local.RunRank(3, {}, 1, True)], ids=["runs", "rehearses"])

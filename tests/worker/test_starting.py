@@ -1,6 +1,8 @@
 """Start-up of a rank: what trains past every framework that is known is refused where the script says so."""
 
 import contextlib
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from deadpool_plugin.core import local
 from deadpool_plugin.errors import GenerationChanged, Unsupported
 from deadpool_plugin.launch import worker
 from deadpool_plugin.worker.calls import Call, CallKind
-from deadpool_plugin.worker.starting import UNKNOWN_STEPS_MAX, Starting
+from deadpool_plugin.worker.starting import UNKNOWN_STEPS_MAX, Starting, imported
 
 
 @pytest.fixture
@@ -96,3 +98,20 @@ def test_a_swap_while_groups_are_made_is_no_error_of_the_script(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         worker.start_live(fake(), Config(), local.RunRank(0, {}), 0)
     assert ended.value.code == 3
+
+
+def test_what_is_told_of_the_imports_is_what_every_host_has_and_nothing_of_the_users(monkeypatch, tmp_path):
+    class Raises(ModuleType):
+        @property
+        def __file__(self):  # type: ignore[override]
+            raise ImportError
+
+    (tmp_path / "of_the_user.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import of_the_user  # type: ignore[import-not-found]  # noqa: F401
+
+    monkeypatch.setitem(sys.modules, "raises", Raises("raises"))
+    found = set(imported())
+    assert {"torch", "torch.nn", "deadpool_plugin.worker.starting"} <= found
+    assert not {"of_the_user", "raises", "sys", "contextlib"} & found
+    monkeypatch.delitem(sys.modules, "of_the_user")
