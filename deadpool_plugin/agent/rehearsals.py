@@ -46,7 +46,8 @@ class Rehearsal:
     source: NodeId
     history: CallHistory
     told: Step = NO_STEP
-    device_bytes: int | None = None  # that it has of its device, parked; None: it has not said so yet
+    parks: bool = False  # it has been told to, once it has gone through the steps of before
+    device_bytes: int | None = None  # that it has of its device, parked; None: it is not parked yet
     doubted: bool = False  # people have been told that it could not be told of the first steps
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -60,6 +61,10 @@ class Rehearsal:
     @property
     def stands_in(self) -> bool:
         return self.slot.stand_ins.get(self.rank) is self.process
+
+    @property
+    def parked(self) -> bool:
+        return self.device_bytes is not None
 
     @property
     def listener(self) -> LocalPeer | None:
@@ -147,7 +152,7 @@ class Rehearsals:
 
     def _rehearses_on_device(self, slot: Slot) -> bool:
         """Return whether a rehearsal uses the slot's device and has not said yet how much of it."""
-        return any(one.profile.on_device and one.device_bytes is None for one in self.in_slot(slot) if one.stands_in)
+        return any(one.profile.on_device and not one.parked for one in self.in_slot(slot) if one.stands_in)
 
     async def _admit(self, slot: Slot, rank: Rank, source: NodeId) -> None:
         began = loop_time()
@@ -220,17 +225,11 @@ class Rehearsals:
             return
         rehearsal.finished.set()
         self._node.reports.emit(events.Rehearsed(rank=message.rank, duration_s=message.duration_s))
-        slot = rehearsal.slot
-        if not rehearsal.stands_in:
-            return
-        if slot.rank < 0:
-            self._stand_by(rehearsal)
-        if process.peer is not None:
-            process.peer.send(local.Park())
-        rehearsal.following = asyncio.get_running_loop().create_task(self._prepare(rehearsal))
+        if rehearsal.stands_in:
+            rehearsal.following = asyncio.get_running_loop().create_task(self._prepare(rehearsal))
 
     def parked(self, process: Process, message: local.Parked) -> None:
-        """Note what a process that has parked has of its device: all that is not free, nor another one's here."""
+        """Stand by, and note what the process has of its device: all that is not free, nor another one's here."""
         if (rehearsal := self.by_process.get(process)) is None:
             return
         slot = rehearsal.slot
@@ -239,6 +238,8 @@ class Rehearsals:
             needs = min(message.total, rehearsal.device_bytes + message.peak)  # what has just ended may have some
             self._device_needs[slot] = max(self._device_needs[slot], needs)
             self._device_total[slot] = message.total
+        if slot.rank < 0:
+            self._stand_by(rehearsal)
 
     def _held(self, slot: Slot) -> int:
         """Return how many bytes of the slot's device parked processes have."""
@@ -251,7 +252,7 @@ class Rehearsals:
     def _stand_by(self, rehearsal: Rehearsal) -> None:
         """Tell the controller of a spare what is rehearsed."""
         firsts = [one for slot in self._node.slots for one in self.in_slot(slot)[:1]]
-        if rehearsal in firsts and all(other.finished.is_set() for other in firsts):
+        if rehearsal in firsts and all(other.parked for other in firsts):
             # First: a spare that is short of memory for the mirrors that come with its ranks is not called ready.
             # It stays: another attempt would cost a rehearsal and find no more memory, the last one would cost the
             # spare (and everybody a swap), and the next loss then ends a job whose state it could have saved.
@@ -316,8 +317,12 @@ class Rehearsals:
         rehearsal.followed_at = loop_time()
         try:
             while rehearsal.told < self._committed and rehearsal.listener is not None:
-                await self.pull(rehearsal, rehearsal.source, self._committed)
+                last = min(self._committed, row_end(rehearsal.told + PULL_STEPS))  # it reads them during the next pull
+                await self.pull(rehearsal, rehearsal.source, last)
                 await rehearsal.tell()
+            if not rehearsal.parks and (peer := rehearsal.listener) is not None:
+                rehearsal.parks = True
+                peer.send(local.Park())
         except DeadpoolError as error:
             self._node.reports.emit(events.Note(text=f"cannot follow rank {rehearsal.rank} now: {error}"))
             refused = isinstance(error, (RefusedByPeer, HistoryPruned))

@@ -99,7 +99,7 @@ class TakeOvers:
         """
         rank, step, timeout_s = slot.rank, plan.restore_step, self._node.config.start_timeout_s
         rehearsal = self._rehearsals.of(slot)
-        covered = rehearsal is not None and rehearsal.finished.is_set()
+        covered = rehearsal is not None and rehearsal.parked
         try:
             if rehearsal is None:
                 rehearsal = await self._rehearsals.begin(slot, rank, source.header_node if source else self._node.id)

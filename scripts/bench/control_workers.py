@@ -128,6 +128,7 @@ class Rank:
             local.Abort: self._unwind,
             local.Join: self._join,
             local.Recording: self._rehearse,
+            local.Park: self._park,
             local.TakeOver: self._take_over,
         }
         self._connection = stage.connect(node, self._hear)
@@ -195,6 +196,9 @@ class Rank:
 
     def _rehearse(self, message: local.Recording, _: list[int]) -> None:
         self._send(local.Rehearsed(self._rank, 0.0))
+
+    def _park(self, message: local.Park, _: list[int]) -> None:
+        self._send(local.Parked(self._rank, 0, 0, 0))
 
     def _take_over(self, message: local.TakeOver, descriptors: list[int]) -> None:
         self._attach(descriptors[0])

@@ -274,11 +274,14 @@ def rehearse(process: Process, number: int, ordered: int) -> None:
     process.connection.send(local.Rehearsed(number, process.options.rehearse_s))
     followed = -1
     while True:
-        message, descriptors = process.receive(local.History, local.TakeOver)
+        message, descriptors = process.receive(local.History, local.Park, local.TakeOver)
         if isinstance(message, local.History):
             for record in message.records:
                 followed += 1
                 assert record == record_of(number, followed), (record, followed)
+            continue
+        if isinstance(message, local.Park):
+            process.connection.send(local.Parked(number, 0, 0, 0))
             continue
         assert isinstance(message, local.TakeOver)
         if process.options.differs and number == process.options.differs[0] and ordered <= process.options.differs[1]:
@@ -293,7 +296,7 @@ def rehearse(process: Process, number: int, ordered: int) -> None:
         rank.train()
 
 
-def become(options: argparse.Namespace, order: local.RunRank, tell: int) -> NoReturn:
+def become(options: argparse.Namespace, order: local.RunRank) -> NoReturn:
     """The forked process."""
     be_called(f"worker{os.environ['LOCAL_RANK']}")
     os.environ.update(order.env)

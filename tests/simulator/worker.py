@@ -164,6 +164,8 @@ class Process:
                     self._past += 1
                     if record != record_of(self.rank, self._past):
                         raise Violation("BIT_EXACT", f"rank {self.rank} is told {record!r} of step {self._past}")
+            case local.Park():
+                self.timeline.after(self._cluster.local_s(), self.do, self.tell, local.Parked(self.rank, 0, 0, 0))
             case local.End(exit_code=exit_code):
                 self.timeline.after(self._cluster.end_s(), self.end, exit_code)
 

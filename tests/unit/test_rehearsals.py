@@ -35,6 +35,7 @@ from deadpool_plugin.mirror.wire import RefusedByPeer
 from deadpool_plugin.transport.unix import LocalPeer
 
 PEER = stand_in(LocalPeer)
+PARKED = local.Parked(0, free=0, total=0, peak=0)
 
 
 def rehearsals_of(node: LocalNode, mirroring: Mirroring | None = None) -> Rehearsals:
@@ -95,6 +96,8 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
         for process in rehearsals.by_process:
             rehearsals.rehearsed(process, local.Rehearsed(process.rank, 1.0))
         await asyncio.gather(*(present(one.following) for one in rehearsals.by_process.values()))
+        for process in rehearsals.by_process:
+            rehearsals.parked(process, PARKED)
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))
     assert [node for _, node in asked] == [3]
@@ -345,6 +348,16 @@ class Parking:
                 if not self.rehearsals.by_process[process].finished.is_set():
                     self.rehearsals.rehearsed(process, local.Rehearsed(rank, 1.0))
 
+    async def parked(self) -> None:
+        """What is under way is done, and has been told of the steps until now."""
+        self.rehearsed()
+        await self.passes(2)
+        for slot in self.slots:
+            for process in slot.stand_ins.values():
+                rehearsal = self.rehearsals.by_process[process]
+                if rehearsal.parks and not rehearsal.parked:
+                    self.rehearsals.parked(process, PARKED)
+
 
 def test_processes_are_parked_at_home_one_after_another_once_training_goes_well(monkeypatch):
     async def scenario():
@@ -353,8 +366,12 @@ def test_processes_are_parked_at_home_one_after_another_once_training_goes_well(
         assert (await job.passes(2 * LOOK_S)).stand_ins == [0]
         assert (await job.passes(2 * LOOK_S)).stand_ins == [0], "the first is not done"
         job.rehearsed()
+        await job.passes(2)
         process = job.slots[0].stand_ins[0]
-        assert isinstance(cast(Told, process.peer).told[0], local.Park)
+        told = cast(Told, process.peer).told
+        before = told[: told.index(local.Park())]
+        steps = sum(len(one.records) for one in before if isinstance(one, local.History))
+        assert steps > HOME_AFTER_S, "it parks once it has been told of the steps of before"
         assert (await job.passes(2 * LOOK_S)).stand_ins == [0, 1]
         job.rehearsed()
         assert job.fed == [], "the controller knows nothing of it"
@@ -458,6 +475,9 @@ def test_a_spare_parks_as_many_hosts_as_memory_allows(monkeypatch):
         imports, order = cast(Told, slot.standby).told
         assert imports == local.Imports(("torch",)) and isinstance(order, local.RunRank), "imports come before the fork"
         job.rehearsed()
+        await job.passes(2)
+        assert job.fed == [], "it may still be on its way through the steps of before"
+        await job.parked()
         assert job.fed == [api.SpareRehearsed(0, 0)]
         job.rehearsals.order(slot, 1, 1)
         await job.passes(MEMORY_FREED_S + 1)
@@ -552,11 +572,11 @@ def test_what_an_ended_process_still_had_of_a_device_keeps_nobody_out_for_good(m
         await job.passes(4)
         process = job.slots[0].stand_ins[0]
         job.rehearsals.parked(process, local.Parked(0, free=5, total=80, peak=40))  # 45 of it another one's
-        job.rehearsals.parked(process, local.Parked(0, free=0, total=0, peak=0))  # a rank that uses no device
+        job.rehearsals.parked(process, PARKED)  # a rank that uses no device
         job.rehearsals.end(job.slots[0], 0)
         job.rehearsals.order(job.slots[0], 1, 1)
         await job.passes(4)
-        assert job.stand_ins == [1] and job.fed == []
+        assert job.stand_ins == [1] and api.SpareFull(0, 1) not in job.fed
 
     asyncio.run(scenario())
 

@@ -87,6 +87,7 @@ def handed_over(meanwhile, cancel: bool = False, ready: bool = False, said=None)
         takeovers._bring = bring
         if ready:
             rehearsal.finished.set()
+            rehearsal.device_bytes = 0
         taking = asyncio.create_task(takeovers._take_over(PLAN, slot, None, ()))
         await asyncio.sleep(0)
         rehearsal.finished.set()
