@@ -3,9 +3,9 @@
     python scripts/bench_join.py --steps 300000 --out join-out
 
 Two nodes of one rank each train by very short steps (bench/many_steps.py), under the real `deepspeed` launcher and
-without a spare. At --steps a host joins. It goes through the script's loop by the records of every step so far; that is
-over when its process uses no CPU any more. Beside it is what training itself took for as many steps. Then the second
-node is killed, and the newcomer takes its rank over.
+without a spare. At --steps a host joins. It rehearses both ranks and goes through the script's loop by the records of
+every step so far; then the job says that it is ready for them. Beside it is what training itself took for as many
+steps. Then the second node is killed, and the newcomer takes its rank over.
 
 Rules of this file: standard library only; times are those of the job's events, where it has one. What is measured is
 written at once.
@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -27,15 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.control_kernel import cpu_ns, machine, memory
+from bench.peers.ours import configure, name_of
 from clusters.demo_jobs import JOBS
 from clusters.events import Tail
 from clusters.launched import Cluster, commit_of
 
 SCRIPT = Path(__file__).resolve().parent / "bench" / "many_steps.py"
 NODES = 2
-STEP_POLL_S, QUIET_S = 10.0, 3.0
-AT_REST = 0.25
-"""Share of a CPU that a process uses at most which follows a job in training, and not its past."""
+STEP_POLL_S = 10.0
 
 
 class Growing:
@@ -46,17 +44,7 @@ class Growing:
         folder.mkdir(parents=True)
         self.cluster, self.output = Cluster(folder, NODES, 1), folder / "output"
         self.tail, self._config = Tail(self.output, recurring=False), folder / "deadpool.yaml"
-        (folder / "secret").touch(mode=0o600)
-        (folder / "secret").write_text(secrets.token_hex(32))
-        config = {
-            "spares": 0,
-            "secret_file": str(folder / "secret"),
-            "output_dir": str(self.output),
-            "interface_address": "127.0.0.1",
-            "memory_headroom_gib": 0.25,
-            "preload": JOBS["deepspeed"].preload,
-        }
-        self._config.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in config.items()))
+        configure(self._config, self.output, spares=0, preload=JOBS["deepspeed"].preload)
 
     def start(self) -> None:
         self.cluster.launch(["--module", "deadpool_plugin.run", str(SCRIPT), "--deadpool-config", str(self._config)])
@@ -86,20 +74,13 @@ class Growing:
             time.sleep(poll_s)
             self.tail.read()
 
-    def pids(self) -> dict[str, int]:
-        """The agents and the processes that run ranks or stand in for them, by name and node."""
+    def processes(self) -> dict[str, dict[str, float]]:
+        """CPU time and memory of the agents and the processes that run ranks or stand in for them."""
         found = {}
         for pid, node in self.cluster.processes().items():
-            with contextlib.suppress(OSError):  # it has ended
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
-                kind = "agent" if b"deadpool_plugin.launch.agent" in command else name
-                if kind == "agent" or name.startswith(("python-rank", "python-spare")):
-                    found[f"{kind} of node {node}"] = pid
+            if name := name_of(pid):
+                found[f"{name} of node {node}"] = {"cpu_s": cpu_ns(pid) / 1e9, **memory(pid, 1)}
         return found
-
-    def processes(self) -> dict[str, dict[str, float]]:
-        return {name: {"cpu_s": cpu_ns(pid) / 1e9, **memory(pid, 1)} for name, pid in self.pids().items()}
 
 
 def measured(job: Growing, steps: int, limit_s: float) -> Iterator[dict[str, Any]]:
@@ -113,17 +94,10 @@ def measured(job: Growing, steps: int, limit_s: float) -> Iterator[dict[str, Any
     yield {"before": job.processes()}
     joins = time.time()
     job.join()
-    job.until("a spare", lambda: job.tail.of("SpareReady"), limit_s)
-    [joined, rehearsed] = [job.tail.of(kind)[0]["time"] - joins for kind in ("HostJoined", "SpareReady")]
-    yield {"joined_after_s": round(joined, 2), "rehearsed_after_s": round(rehearsed, 2)}
-    newcomer, used = job.pids()[f"python-spare0 of node {NODES}"], list[int]()
-
-    def follows_no_more() -> bool:
-        used.append(cpu_ns(newcomer))
-        return len(used) > 3 and (used[-1] - used[-3]) / 1e9 < AT_REST * 2 * QUIET_S
-
-    job.until("the newcomer's way to today's step", follows_no_more, limit_s, poll_s=QUIET_S)
-    yield {"follows_after_s": round(time.time() - joins - 2 * QUIET_S, 1), "after": job.processes()}
+    job.until("a spare for every host", lambda: len(job.tail.of("SpareReady")) == NODES, limit_s)
+    after = {kind: [event["time"] - joins for event in job.tail.of(kind)] for kind in ("HostJoined", "SpareReady")}
+    yield {f"{kind}_after_s": [round(seconds, 2) for seconds in its] for kind, its in after.items()}
+    yield {"after": job.processes()}
     struck = time.time()
     job.kill(1)
     job.until("the loss's end", lambda: job.tail.of("SwapDone", since=struck), 120.0)

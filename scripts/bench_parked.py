@@ -30,7 +30,7 @@ from typing import Any
 import make_corpus
 from bench.control_kernel import cpu_ns, machine, memory
 from bench.peers.jobs import NODES, Setting
-from bench.peers.ours import StartupJob
+from bench.peers.ours import StartupJob, name_of
 from bench_swap import CACHE
 from clusters.launched import commit_of
 
@@ -57,13 +57,12 @@ class ParkedJob(StartupJob):
         training = {line["pid"] for line in self.marks.poll()}
         found = {}
         for pid, node in self.cluster.processes().items():
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            name = name_of(pid)
             if pid in training:
                 found[pid] = "rank"
-            elif b"deadpool_plugin.launch.agent" in command:
+            elif name == "agent":
                 found[pid] = "agent" if node < NODES else "spare's agent"
-            elif name.startswith("python-spare"):
+            elif name.startswith("spare"):
                 found[pid] = "parked at home" if node < NODES else "parked"
         return found
 

@@ -10,6 +10,7 @@ Rules of this file: standard library only; the cluster is used through Cluster's
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -44,6 +45,26 @@ STEP_S = 0.08
 processes, measured."""
 
 
+def configure(file: Path, output: Path, **config: object) -> None:
+    """Write the plugin's configuration, and the secret that it names."""
+    secret = os.open(file.with_name("secret"), os.O_CREAT | os.O_WRONLY, 0o600)
+    os.write(secret, secrets.token_hex(32).encode())
+    os.close(secret)
+    config |= {"secret_file": str(file.with_name("secret")), "output_dir": str(output)}
+    config |= {"interface_address": "127.0.0.1", "memory_headroom_gib": 0.25}
+    file.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in config.items()))
+
+
+def name_of(pid: int) -> str:
+    """Return "agent", "rank3", "spare3" (which rehearses that rank, has rehearsed it or has taken it over) or ""."""
+    with contextlib.suppress(OSError):  # it has ended
+        if b"deadpool_plugin.launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            return "agent"
+        head, _, name = Path(f"/proc/{pid}/comm").read_text().strip().partition("python-")
+        return name if not head and name.startswith(("rank", "spare")) else ""
+    return ""
+
+
 class DeadpoolJob(Job):
     runs = dict.fromkeys(("first", "node", "process", "silent"), 10)
     """How often each fault is measured, unless --runs says so."""
@@ -66,22 +87,10 @@ class DeadpoolJob(Job):
         self._tail = Tail(self._output, recurring=False)
 
     def start(self) -> None:
-        folder = self.setting.folder
-        config = {
-            "spares": self.spares,
-            "patience_s": self.patience_s,
-            "secret_file": str(folder / "secret"),
-            "output_dir": str(self._output),
-            "interface_address": "127.0.0.1",
-            "memory_headroom_gib": 0.25,
-            "preload": self.preload,
-            "restarts_max": 1000,
-        }
-        secret = os.open(folder / "secret", os.O_CREAT | os.O_WRONLY, 0o600)
-        os.write(secret, secrets.token_hex(32).encode())
-        os.close(secret)
-        lines = [f"{name}: {json.dumps(value)}\n" for name, value in config.items()]
-        self._config.write_text("".join(lines))
+        configure(
+            self._config, self._output, spares=self.spares, patience_s=self.patience_s, preload=self.preload,
+            restarts_max=1000,
+        )  # fmt: skip
         command = ["--module", "deadpool_plugin.run", str(HERE / self.script), *self.setting.training_args]
         self.cluster.launch([*command, *self.more_args(), "--deadpool-config", str(self._config)])
 
