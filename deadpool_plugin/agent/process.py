@@ -255,7 +255,7 @@ class Agent:
         elif not isinstance(peer.tag, Slot):
             close_descriptors(descriptors)
         elif isinstance(message, local.RehearsalOutput):
-            self._workers.keep_apart(peer.tag, peer, descriptors)
+            self._workers.outputs.assign_rehearsal(peer.tag.of_peer(peer), descriptors)
         elif isinstance(message, local.StackFile):
             self._workers.stack_file(peer.tag, peer, descriptors)
         else:
@@ -405,7 +405,7 @@ class Agent:
         else:
             await workers.wait(lambda: workers.workers_gone, WORKERS_KILL_S)
         await workers.end_supervisors(exit_code, SUPERVISORS_END_S)
-        await workers.drain(WORKERS_KILL_S)
+        await workers.outputs.drain(WORKERS_KILL_S)
         await self._host.close()
         await asyncio.wait([withdrawing], timeout=WITHDRAW_S)  # the file system may hang
         if dropped := self._host.output.dropped_bytes:

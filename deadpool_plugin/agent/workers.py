@@ -1,4 +1,4 @@
-"""This node's processes: who they are when they connect, what they are told, where their output goes, how they end.
+"""This node's processes: who they are when they connect, what they are told, how they end.
 
 Rules of this file: an order replaces the process of the order before, whose last words mean nothing from then on.
 A death becomes an input once, with the best reason there is. A worker process ended by a signal is lost: its own node
@@ -13,21 +13,18 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable
-from typing import TypeVar
 
 from .. import events
 from ..core import api, local
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import EXIT_OK, invariant, present, shell_code
-from ..host.output import READ_S, LogFile, Repeats, printed_since, rank_file
+from ..host.output import Repeats
 from ..host.proc import described_exit
 from ..host.stacks import frames_of
-from ..transport.tasks import Tasks
 from ..transport.unix import LocalPeer, close_descriptors
 from .node import LocalNode, Process, Slot
+from .outputs import Outputs
 from .world import worker_env
-
-T = TypeVar("T")
 
 SIGTERM_S = 25.0  # for a script that handles SIGTERM: deepspeed's launcher and Slurm kill after 30 s
 TERM_GRACE_S = 1.0  # a supervisor told to end knows why, its agent who else was told: each lets the other speak first
@@ -39,9 +36,9 @@ class Workers:
 
     def __init__(self, node: LocalNode, on_lost: Callable[[Slot], None]) -> None:
         self._node, self._slots, self._processes = node, node.slots, node.host.processes
-        self._on_lost, self._output_dir = on_lost, node.config.output_dir
+        self._on_lost, self.outputs = on_lost, Outputs(node)
         self.committed: Step = NO_STEP
-        self._opening, self._orders, self._exit_code = Tasks(), 0, 0
+        self._orders = self._exit_code = 0
         self._start: local.StartGroups | None = None
         self.ending = self.paused = self._has_sigterm = False
         self._deadlines: list[asyncio.TimerHandle] = []
@@ -64,7 +61,7 @@ class Workers:
             lambda seconds: self.give_up(f"{_standby(slot)} had been stopped (state T) for {seconds:.1f} s"),
         )
         if self._node.world is not None:
-            self._name_output(slot)
+            self.outputs.assign(slot)
 
     def standby(self, peer: LocalPeer, hello: local.StandbyHello) -> None:
         slot = peer.tag = self._slot(hello.local_rank)
@@ -126,7 +123,7 @@ class Workers:
         ranks = world.ranks_of(self._node.id)
         for slot in self._slots:
             slot.rank = ranks[slot.local_rank] if slot.local_rank < len(ranks) else -1
-            self._name_output(slot)
+            self.outputs.assign(slot)
             if slot.rank >= 0:
                 self.order(slot, slot.rank, rehearses=False)
 
@@ -135,7 +132,7 @@ class Workers:
         self._node.world, self.committed = world, min(self.committed, restore_step)
         for slot in self._slots:
             if slot.pipe is not None and not slot.pipe.assigned:
-                self._name_output(slot)
+                self.outputs.assign(slot)
 
     def order(self, slot: Slot, rank: Rank, *, rehearses: bool, stands_in: bool = False) -> Process:
         """Order a fresh process that runs or rehearses `rank`: in the place of the slot's process, or to stand in."""
@@ -202,7 +199,7 @@ class Workers:
             self.end_stand_in(slot, rank)
         if slot.living is not None:
             self._mark_ended(slot.living, kills=True)
-        self._name_output(slot)
+        self.outputs.assign(slot)
 
     def start_groups(self, generation: Generation, store: str) -> None:
         """Have every process that begins the script build groups, also those that have yet to connect."""
@@ -442,63 +439,17 @@ class Workers:
                     await self.changed.wait()
         return done()
 
-    # ---- their output
-
-    def keep_apart(self, slot: Slot, peer: LocalPeer, descriptors: list[int]) -> None:
-        """Assign the file for the output of a rehearsal; until it is open, output stays in the pipe."""
-        process = slot.of_peer(peer)
-        if process is None or process.ended:  # these are the last words of one that is known to be dead
-            return close_descriptors(descriptors)
-        pipe = self._node.host.pipe(descriptors[0])
-        path = self._output_dir / "rehearsals" / f"rank{process.rank:04d}.{process.pid}.txt"
-
-        async def begin() -> None:
-            file = await self._in_time(lambda: self._node.host.output.open(path))
-            pipe.assign(path, False, file, late=file is None)
-
-        self._opening.start(begin())
-
-    def _name_output(self, slot: Slot, file: LogFile | None = None, late: bool = False) -> None:
-        if slot.pipe is None:
-            return
-        if slot.rank >= 0:
-            slot.pipe.assign(rank_file(self._output_dir, slot.rank, self._node.id), True, file, late)
-        else:
-            name = f"spare{slot.local_rank}.node{self._node.id}.log"
-            slot.pipe.assign(self._output_dir / name, forward=False)
-
-    async def drain(self, timeout_s: float) -> None:
-        """Write the last words of the workers, which are still in their pipes."""
-        pipes = {slot.local_rank: slot.pipe for slot in self._slots if slot.pipe is not None}
-        if self._node.world is None:  # no slot ever had a rank
-            for local_rank, pipe in pipes.items():
-                pipe.assign(self._output_dir / f"standby{local_rank}.node{self._node.id}.log", forward=True)
-        if pipes:
-            await asyncio.wait([asyncio.create_task(pipe.ended.wait()) for pipe in pipes.values()], timeout=timeout_s)
-        for pipe in pipes.values():
-            pipe.close()
-
-    async def _in_time(self, look: Callable[[], T]) -> T | None:
-        with contextlib.suppress(OSError):
-            async with asyncio.timeout(READ_S):
-                return await self._node.host.at_files(look)
-        return None
-
     async def take(self, slot: Slot, process: Process, step: Step) -> bool:
         """Have a process run the slot's rank, which it has rehearsed, from `step` on, and print nothing again.
 
         Returns: False if it has ended meanwhile.
         """
-        node, rank, path = self._node, slot.rank, rank_file(self._output_dir, slot.rank, self._node.id)
-        file, printed = await asyncio.gather(  # as far as the file system, which may hang with a lost host, says it
-            self._in_time(lambda: node.host.output.open(path)),
-            self._in_time(lambda: printed_since(self._output_dir, node.credentials.job, rank, step)),
-        )
+        file, printed = await self.outputs.of_rank(slot.rank, step)
         if slot.living is not process:
             return False
         invariant(process.rank == slot.rank, f"rank {process.rank} is run in the place of rank {slot.rank}")
         process.took_over = True
-        self._name_output(slot, file, late=file is None)
+        self.outputs.assign(slot, file, late=file is None)
         if slot.pipe is not None:
             slot.pipe.repeats = Repeats(printed or {}, step)
         return True

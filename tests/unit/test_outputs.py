@@ -1,4 +1,4 @@
-"""agent/workers.py: where what a process prints goes when it takes a rank over, whatever the file system does."""
+"""agent/outputs.py: where what a process prints goes when it takes a rank over, whatever the file system does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from support import present
 from support.hosts import host, local_node
 
-from deadpool_plugin.agent import workers as workers_module
+from deadpool_plugin.agent import outputs as outputs_module
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import local
@@ -55,7 +55,7 @@ def taken_over(writer: Writer, output_dir, may_open: threading.Event | None = No
 
 @pytest.fixture(autouse=True)
 def _time_enough(monkeypatch):
-    monkeypatch.setattr(workers_module, "READ_S", 20.0)
+    monkeypatch.setattr(outputs_module, "READ_S", 20.0)
 
 
 def test_who_takes_a_rank_over_prints_into_the_ranks_file(tmp_path):
@@ -64,7 +64,7 @@ def test_who_takes_a_rank_over_prints_into_the_ranks_file(tmp_path):
 
 
 def test_a_file_system_that_stands_still_holds_no_take_over_up_and_loses_no_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers_module, "READ_S", 0.05)
+    monkeypatch.setattr(outputs_module, "READ_S", 0.05)
     may_open, opened = threading.Event(), Writer.open
 
     def late(writer, path):
@@ -116,7 +116,7 @@ def test_logs_that_are_slow_to_read_do_not_cost_the_rank_its_file(tmp_path, monk
     def late(*_):
         raise TimeoutError
 
-    monkeypatch.setattr(workers_module, "printed_since", late)
+    monkeypatch.setattr(outputs_module, "printed_since", late)
     taken_over(Writer(os.open(os.devnull, os.O_WRONLY)), tmp_path)
     assert rank_file(tmp_path, 5, 2).read_bytes() == b"a line\n"
 
@@ -156,13 +156,13 @@ def test_what_a_rehearsal_prints_goes_to_a_file_of_its_own(tmp_path, overtaken):
             slot.process = None
         read_end, write_end = os.pipe()
         os.write(write_end, b"a line\n")
-        workers.keep_apart(slot, cast(LocalPeer, peer), [read_end])
+        workers.outputs.assign_rehearsal(slot.of_peer(cast(LocalPeer, peer)), [read_end])
         if overtaken:
             with pytest.raises(BrokenPipeError):
                 os.write(write_end, b"nobody reads this")
         os.close(write_end)
-        while workers._opening._tasks:
-            await asyncio.gather(*workers._opening._tasks)
+        while workers.outputs._opening._tasks:
+            await asyncio.gather(*workers.outputs._opening._tasks)
         while not overtaken and _open_files(tmp_path) != []:
             await asyncio.sleep(0)
 
