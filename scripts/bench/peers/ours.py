@@ -193,8 +193,8 @@ class StartupJob(DeadpoolJob):
         self._steps = setting.past_steps + sum((self.gap_after(fault) + 20) * n for fault, n in self.runs.items())
 
     def gap_after(self, fault: str) -> int:
-        """After a process the time in which another loss would be one of a storm, whose plan waits for more."""
-        return math.ceil(1.5 * self.patience_s / STEP_S) if fault == "process" else self.gap
+        """After a process almost none: the spare keeps all that it has rehearsed."""
+        return Job.gap if fault == "process" else self.gap
 
     def more_args(self) -> list[str]:
         load_s = 0.75 * self.setting.startup_s
