@@ -2,13 +2,15 @@
 
 torch's lock around a build is a file that exists: if its maker is killed, others wait for ever. Here the file is locked
 besides, which ends with the process. Where files cannot be locked (some network file systems), torch's own way stays.
-Looking at finished files takes some seconds: a slot's standby process loads beforehand what its processes have loaded.
+Looking at finished files takes some seconds: a slot's standby process loads beforehand what a rank has loaded, from
+files that are the same here.
 Source: torch 2.13, torch/utils/file_baton.py and its use in cpp_extension.py; DeepSpeed 0.19.8, op_builder/builder.py.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -68,18 +70,25 @@ def _is_current(baton: Any, descriptor: int) -> bool:
 def beforehand() -> list[str]:
     """Name how `load` loads each library that DeepSpeed has compiled in a job and this process has loaded."""
     compiled = {name: module for name, module in _loaded().items() if module.__name__ not in sys.modules}
-    return [f"{__name__}:load:{name}={module.__file__}" for name, module in compiled.items()]
+    return [f"{__name__}:load:{name}={_digest(module.__file__)}={module.__file__}" for name, module in compiled.items()]
 
 
 def load(what: str) -> None:
-    """Load `name=file`: DeepSpeed finds the library when it is asked for `name`. Never initialises a device."""
-    name, _, file = what.partition("=")
-    if name not in _loaded():
+    """Load `name=digest=file`: DeepSpeed finds the library when it is asked for `name`. Never initialises a device.
+
+    A file that is another one on this host is left to DeepSpeed, which looks whether it must be built again.
+    """
+    name, digest, file = what.split("=", 2)
+    if name not in _loaded() and _digest(file) == digest:
         spec = importlib.util.spec_from_file_location(Path(file).name.partition(".")[0], file)
         spec = present(spec, f"{file} is no library")
         module = importlib.util.module_from_spec(spec)
         present(spec.loader, f"{file} cannot be loaded").exec_module(module)
         _loaded()[name] = module
+
+
+def _digest(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
 
 
 def _loaded() -> dict[str, Any]:
