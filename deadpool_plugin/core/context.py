@@ -110,7 +110,8 @@ class Context:
         self.broken: tuple[NodeId, ...] = ()  # the other end of the training connection that broke (itself: not known)
         self.swapping = False  # this generation is fenced here and the next one is not decided yet
         self.swap_since = 0.0
-        self.interrupted_s = float("inf")  # how long training stood still for the newest swap, as far as known here
+        self.entered_at = 0.0  # when this generation began here
+        self.interrupted_s = float("inf")  # from then until all ranks were in training again
         self.patient_since = 0.0  # when it was last told to wait for a decision, or began to, by `awake`
         self.waiting = False  # the coordinator (perhaps one before it) waits for a host to join
 
@@ -145,7 +146,7 @@ class Context:
         self.committed = NO_STEP
         self.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
         self.training, self.has_trained = False, self.has_trained or not self.begins_at_top
-        self.interrupted_s = float("inf")
+        self.entered_at, self.interrupted_s = self.now, float("inf")
         self.stuck, self.broken = "", ()
         self.swapping = self.waiting = False
         self.contact_at, self.echo = max(self.contact_at, asked_at), (self.node, NEVER)
@@ -249,7 +250,7 @@ class Context:
 
     def begin_training(self) -> None:
         if not self.training:
-            self.interrupted_s = self.now - self.swap_since
+            self.interrupted_s = self.now - self.entered_at
         self.training = self.has_trained = True
 
     # -- the way out of this generation --------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Swaps:
         self.voter = Voter(context, processes)
         self.proposal: Proposal | None = None
         self._rounds = self._round_seen = 0
-        self._began_at = self._retry_at = self._look_at = context.now
+        self._retry_at = self._look_at = context.now
         self._announced: set[NodeId] = set()
         self._told: set[tuple[NodeId, NodeId]] = set()  # to which coordinator, about whom
         self._is_stuck = False
@@ -192,11 +192,11 @@ class Swaps:
         """Return when a plan for a loss may be made: at once, but after a while if the last loss was lately.
 
         Each plan of a storm costs all ranks an interruption, so what is lost meanwhile is planned together. To wait
-        for longer than the last one took would cost more than that saves. A host that joins is no loss.
+        for longer than the last plan took to carry out would cost more than that saves. A host that joins is no loss.
         """
         ctx, plan, storm_s = self._ctx, self._ctx.plan, self._ctx.timing.silent_after_s
         only_joins = not (ctx.suspects or self._processes.any_gone or self._is_stuck or ctx.swapping)
-        after_loss = plan is not None and (plan.lost_nodes or plan.lost_ranks) and ctx.now - self._began_at < storm_s
+        after_loss = plan is not None and (plan.lost_nodes or plan.lost_ranks) and ctx.now - ctx.entered_at < storm_s
         return ctx.now + min(storm_s / CALMS, ctx.interrupted_s) if after_loss and not only_joins else NEVER
 
     def promise(self, sender: NodeId, message: Promise) -> None:
