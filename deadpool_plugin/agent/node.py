@@ -55,6 +55,7 @@ class Slot:
     standby: LocalPeer | None = None
     standby_pid: int = 0
     standby_ended: bool = False
+    imports: bool = False  # the standby process has been told what to import
     order: local.RunRank | None = None
     process: Process | None = None
     stand_ins: dict[Rank, Process] = field(default_factory=dict)

@@ -156,9 +156,10 @@ class Workers:
             slot.standby.send(slot.order)
         return process
 
-    def tell_imports(self, slot: Slot, modules: tuple[str, ...]) -> None:
-        """Have the slot's standby process import what a rank has imported, for those that it forks from now on."""
-        if slot.standby is not None:
+    def tell_imports(self, slot: Slot, modules: bytes) -> None:
+        """Have the slot's standby process import what a rank has imported: those it forks then share that memory."""
+        if slot.standby is not None and not slot.imports:
+            slot.imports = True
             slot.standby.send(local.Imports(modules))
 
     def _cut_off(self, process: Process) -> None:
@@ -179,6 +180,21 @@ class Workers:
             slot.standby.send(local.RunsRank(process.order))
         self._offer(slot)
         return process
+
+    async def take(self, slot: Slot, process: Process, step: Step) -> bool:
+        """Have a process run the slot's rank, which it has rehearsed, from `step` on, and print nothing again.
+
+        Returns: False if it has ended meanwhile.
+        """
+        file, printed = await self.outputs.of_rank(slot.rank, step)
+        if slot.living is not process:
+            return False
+        invariant(process.rank == slot.rank, f"rank {process.rank} is run in the place of rank {slot.rank}")
+        process.took_over = True
+        self.outputs.assign(slot, file, late=file is None)
+        if slot.pipe is not None:
+            slot.pipe.repeats = Repeats(printed or {}, step)
+        return True
 
     def end_stand_in(self, slot: Slot, rank: Rank) -> None:
         """End a stand-in that is not needed any more; that is no loss."""
@@ -438,21 +454,6 @@ class Workers:
                     self.changed.clear()
                     await self.changed.wait()
         return done()
-
-    async def take(self, slot: Slot, process: Process, step: Step) -> bool:
-        """Have a process run the slot's rank, which it has rehearsed, from `step` on, and print nothing again.
-
-        Returns: False if it has ended meanwhile.
-        """
-        file, printed = await self.outputs.of_rank(slot.rank, step)
-        if slot.living is not process:
-            return False
-        invariant(process.rank == slot.rank, f"rank {process.rank} is run in the place of rank {slot.rank}")
-        process.took_over = True
-        self.outputs.assign(slot, file, late=file is None)
-        if slot.pipe is not None:
-            slot.pipe.repeats = Repeats(printed or {}, step)
-        return True
 
 
 def _standby(slot: Slot) -> str:

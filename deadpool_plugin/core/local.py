@@ -47,7 +47,7 @@ class StandbyHello(LocalMessage, frozen=True):
 
 
 class Imports(LocalMessage, frozen=True):
-    modules: tuple[str, ...]  # to import, each once, while there is nothing else to do (RankReady)
+    modules: bytes  # as a rank has told them (RankReady); only the first such message counts
 
 
 class RunRank(LocalMessage, frozen=True):
@@ -124,7 +124,7 @@ class RankReady(LocalMessage, frozen=True):
     replicas: tuple[Rank, ...]  # who has the same payload
     recording: bytes  # of its start-up collectives (opaque), which a rehearsal replays
     on_device: bool = False  # it uses a device
-    modules: tuple[str, ...] = ()  # installed ones that it has imported, then `module:function:argument` to be called
+    modules: bytes = b""  # names of those that it has imported, then `module:function:argument` to be called; zlib
 
 
 class ArenaHandOver(LocalMessage, frozen=True):
@@ -170,11 +170,11 @@ class History(LocalMessage, frozen=True):
 
 
 class Park(LocalMessage, frozen=True):
-    """A rehearser will wait for long: it gives back the memory that a restore overwrites."""
+    """A rehearser gives back the memory that a restore overwrites, once it has gone through the `History` before."""
 
 
 class Parked(LocalMessage, frozen=True):
-    """A rehearser has parked. In bytes, and 0 without a device:"""
+    """Answers `Park`: it has gone through that `History`. In bytes, and 0 without a device:"""
 
     rank: Rank
     free: Count  # of the device, that no process uses

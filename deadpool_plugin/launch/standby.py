@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
@@ -63,7 +64,7 @@ class Prewarm:
         self._thread: threading.Thread | None = None
 
     def begin(self, names: Iterable[str]) -> None:
-        """Import these; of further calls, which may name a little more, nothing is done."""
+        """Import these. Only the first call counts: later ones name little more."""
         if self._names is None:
             self._names = deque(names)
             self.resume()
@@ -127,7 +128,7 @@ class Standby:
                 importlib.import_module(name)
             except Exception as error:  # the script's to fail on
                 say(f"could not preload {name}: {error}", to=sys.stderr)
-        before_fork.note()  # not at every fork: a page written here is one that each process forked before has alone
+        before_fork.note()  # once, not at every fork: a page written here is copied for each process forked before
         while True:
             wait_s = _LOOK_S if self._waiting else None
             readable, _, _ = select.select([self._connection.fileno(), self._signals[0]], [], [], wait_s)
@@ -171,7 +172,7 @@ class Standby:
                         kill_tree(pid, self._ending_s)
                         os.waitpid(pid, 0)
             case local.Imports(modules):
-                self._prewarm.begin(modules)
+                self._prewarm.begin(zlib.decompress(modules).decode().split("\n"))
             case local.RunsRank(order):
                 self._end(self._running)
                 self._running = order

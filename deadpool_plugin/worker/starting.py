@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,7 +132,7 @@ class Starting:
         recording = codec.encode([context.groups.stop_recording(), layout.digest, *self.unwatch()])
         sizes, replicas = (self._header_bytes, layout.payload_bytes), context.adapter.state.replicas()
         on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        modules = (*imported(), *context.adapter.beforehand())
+        modules = zlib.compress("\n".join((*imported(), *context.adapter.beforehand())).encode())
         context.link.send(local.RankReady(self._rank, *sizes, layout.digest, replicas, recording, on_device, modules))
         _, (descriptor,) = context.link.receive(local.ArenaHandOver)
         slots = SlotPair.attach(descriptor, self._rank, *sizes)
@@ -142,7 +143,7 @@ class Starting:
 
 
 def imported() -> Iterator[str]:
-    """Find the names of the installed modules that this process has imported and of ours, not of the user's own."""
+    """Name the modules that this process has imported: installed ones and ours, none of the user's."""
     for name, module in list(sys.modules.items()):
         with contextlib.suppress(Exception):  # a module that imports as it is asked may raise anything
             if name.startswith("deadpool_plugin.") or "site-packages" in str(module.__file__):
