@@ -119,7 +119,7 @@ class CatchingUp(Event, frozen=True):
 
 class RankTakenOver(Event, frozen=True):
     """A process on this node has been handed a rank of a plan. `covered`: it had gone through the start of the rank's
-    script before the plan came; otherwise everybody has waited for that."""
+    script and its steps before the plan came; otherwise everybody has waited for that."""
 
     rank: int
     covered: bool

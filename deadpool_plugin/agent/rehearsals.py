@@ -46,8 +46,8 @@ class Rehearsal:
     source: NodeId
     history: CallHistory
     told: Step = NO_STEP
-    parks: bool = False  # it has been told to, once it has gone through the steps of before
-    device_bytes: int | None = None  # that it has of its device, parked; None: it is not parked yet
+    parks: bool = False  # it has been told to park after the records sent until then
+    device_bytes: int | None = None  # of its device that it has while parked; None until it is
     doubted: bool = False  # people have been told that it could not be told of the first steps
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -142,17 +142,20 @@ class Rehearsals:
 
     async def _stand_in(self, slot: Slot, rank: Rank, source: NodeId) -> None:
         """Have a process rehearse `rank` to stand in for it, if there is room."""
-        began = loop_time()
+        began, before = loop_time(), list[Rehearsal]()
         while loop_time() - began < self._node.config.start_timeout_s:
             async with self._admitting:  # one after another: each takes memory that the next one has not
-                if not self._rehearses_on_device(slot):
+                if not (under_way := self._under_way_on_device(slot)):
                     return await self._admit(slot, rank, source)
+            if under_way != before:  # the one in front is through
+                began, before = loop_time(), under_way
             await asyncio.sleep(_RETRY_S)
         self._refuse(slot, rank)
 
-    def _rehearses_on_device(self, slot: Slot) -> bool:
-        """Return whether a rehearsal uses the slot's device and has not said yet how much of it."""
-        return any(one.profile.on_device and not one.parked for one in self.in_slot(slot) if one.stands_in)
+    def _under_way_on_device(self, slot: Slot) -> list[Rehearsal]:
+        """List the rehearsals that use the slot's device and have not said yet how much of it."""
+        parking = [one for one in self.in_slot(slot) if one.stands_in and not one.parked and not one.doubted]
+        return [one for one in parking if one.profile.on_device]
 
     async def _admit(self, slot: Slot, rank: Rank, source: NodeId) -> None:
         began = loop_time()
@@ -182,7 +185,7 @@ class Rehearsals:
     async def begin(self, slot: Slot, rank: Rank, source: NodeId, stands_in: bool = False) -> Rehearsal:
         """Get the rank's recording, from `source` if it is not here, and have a process rehearse it."""
         profile = await self._mirroring.recording(source, rank)
-        self._workers.tell_imports(slot, profile.modules)  # what is imported before the fork is shared memory
+        self._workers.tell_imports(slot, profile.modules)
         process = self._workers.order(slot, rank, rehearses=True, stands_in=stands_in)
         history = CallHistory(self._node.config.history_limit_bytes)
         rehearsal = self.by_process[process] = Rehearsal(slot, process, profile, source, history)
@@ -205,15 +208,15 @@ class Rehearsals:
 
     async def _has_room(self, slot: Slot) -> bool:
         """Return whether another process may be parked in a slot: on a spare the first host's always."""
-        slots, parked = self._node.slots, [one for one in self.by_process.values() if one.stands_in]
+        slots, stand_ins = self._node.slots, [one for one in self.by_process.values() if one.stands_in]
         running = [slot.running.pid for slot in slots if slot.running is not None]
         if not running and self._held(slot) + self._device_needs[slot] > self._device_total[slot]:
             return False
-        if not running and len(parked) < len(slots):
+        if not running and len(stand_ins) < len(slots):
             return True
-        done = [one.process.pid for one in parked if one.finished.is_set()]
-        limits = len(parked) - len(done), self._node.config.park_memory_bytes
-        host, count = self._node.host, len(parked)
+        done = [one.process.pid for one in stand_ins if one.parked]
+        limits = len(stand_ins) - len(done), self._node.config.park_memory_bytes
+        host, count = self._node.host, len(stand_ins)
         return await host.in_thread(lambda: host.fits_beside(count, done or running, *limits))
 
     def introduced(self, peer: LocalPeer, process: Process) -> None:
@@ -288,20 +291,20 @@ class Rehearsals:
                 rehearsal.following = asyncio.get_running_loop().create_task(self._follow(rehearsal))
         if loop_time() >= self._look_at:
             self._look_at = loop_time() + LOOK_S
-            parked = [one for one in self.by_process.values() if one.stands_in and one.finished.is_set()]
-            if parked and self._node.host.is_short():
+            stand_ins = [one for one in self.by_process.values() if one.stands_in]
+            if stand_ins and self._node.host.is_short():
                 self._home_at = math.inf  # in this generation
-                if parked[-1].slot.rank < 0:
+                if stand_ins[-1].slot.rank < 0:
                     self._node.feed(api.SpareShort())
                 else:
-                    self.end(parked[-1].slot, parked[-1].rank)
+                    self.end(stand_ins[-1].slot, stand_ins[-1].rank)
             elif loop_time() >= self._home_at:
                 self._park_at_home()
 
     def _park_at_home(self) -> None:
         """Have the next rank of this node a process that stands in for it, one after another."""
         config, slots = self._node.config.park_at_home, self._node.slots
-        if any(not one.finished.is_set() for slot in slots for one in self.in_slot(slot)):
+        if any(not one.parked for slot in slots for one in self.in_slot(slot)):
             return
         for slot in slots:
             profile, running = self._mirroring.profiles.get(slot.rank), slot.running
@@ -320,7 +323,8 @@ class Rehearsals:
                 last = min(self._committed, row_end(rehearsal.told + PULL_STEPS))  # it reads them during the next pull
                 await self.pull(rehearsal, rehearsal.source, last)
                 await rehearsal.tell()
-            if not rehearsal.parks and (peer := rehearsal.listener) is not None:
+            through = self._committed != NO_STEP  # else, after a swap, it is not known yet what there is to go through
+            if through and not rehearsal.parks and (peer := rehearsal.listener) is not None:
                 rehearsal.parks = True
                 peer.send(local.Park())
         except DeadpoolError as error:

@@ -89,6 +89,8 @@ class CallsRead(Input, frozen=True):
 
 
 class SpareRehearsed(Input, frozen=True):
+    """A process here has rehearsed the rank, has gone through its steps so far, and is parked."""
+
     local_slot: int
     rank: Rank
 

@@ -60,7 +60,7 @@ class Coverage:
             if unable := self.reports[spare].unable:
                 what = f"cannot stand in: {unable}"
             elif not self.reports[spare].able:
-                what = "has not rehearsed yet"
+                what = "is not ready yet"
             said.append(f"spare node {spare} {what}")
         return f"no spare can take {hosts} ({'; '.join(said)})"
 

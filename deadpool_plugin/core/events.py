@@ -27,7 +27,8 @@ class TrainingStarted(Event, frozen=True):
 
 
 class SpareReady(Event, frozen=True):
-    """A spare has rehearsed one more host: its `ranks`. It has `covered` hosts now, `hosts` in all run ranks."""
+    """A spare has rehearsed one more host, its `ranks`, and gone through their steps. It has `covered` hosts now of
+    `hosts`, which all run ranks."""
 
     spare: int = -1
     ranks: tuple[int, ...] = ()

@@ -285,11 +285,12 @@ class Rehearsing:
             self._start(slot, rank)
 
     def short(self) -> None:
-        """Give up the host that is least likely lost, but never the only one."""
-        ctx, covered = self._ctx, self._covered
-        if len(covered) > 1 and ctx.node in ctx.world.spares and not ctx.swapping:
+        """Give up the host that is least likely lost, but never the only one that is covered."""
+        ctx, covered = self._ctx, set(self._covered)
+        others = {ctx.world.node_of[rank] for _, rank in self._tasks} - (covered if len(covered) == 1 else set())
+        if covered and others and ctx.node in ctx.world.spares and not ctx.swapping:
             order = rehearsal_order(ctx.world, ctx.node, ctx.faults)
-            self._stop_at(max(covered, key=order.index))
+            self._stop_at(max(others, key=order.index))
 
     def _give_up(self, node: NodeId) -> None:
         """End all rehearsals of a host."""

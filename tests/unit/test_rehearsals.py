@@ -299,7 +299,13 @@ class Parking:
     def __init__(self, monkeypatch, slots: int = 2, stands_by: bool = False, **config: object) -> None:
         self.clock, self.short, self.fits = 100.0, False, True
         self.fed: list[api.Input] = []
-        on = host(SnapshotStore(), is_short=lambda: self.short, fits_beside=lambda *arguments: self.fits)
+        self.asked: list[tuple[object, ...]] = []  # what fits_beside was asked
+
+        def fits_beside(*arguments: object) -> bool:
+            self.asked.append(arguments)
+            return self.fits
+
+        on = host(SnapshotStore(), is_short=lambda: self.short, fits_beside=fits_beside)
         self.slots = [Slot(number, -1 if stands_by else number) for number in range(slots)]
         for slot in self.slots:
             slot.standby, slot.standby_pid = cast(LocalPeer, Told()), os.getpid()
@@ -313,7 +319,7 @@ class Parking:
         self.rehearsals = Rehearsals(node, self.workers, mirroring)
         self.takeovers = TakeOvers(node, self.workers, mirroring, self.rehearsals)
         for rank in range(2):
-            profile = local.RankReady(rank, 4096, 64, "", (rank,), b"", modules=("torch",))
+            profile = local.RankReady(rank, 4096, 64, "", (rank,), b"", modules=b"torch")
             mirroring.profiles[rank] = profile
             on.store.recordings[rank] = msgspec.msgpack.encode(profile)
         monkeypatch.setattr("deadpool_plugin.agent.rehearsals.loop_time", lambda: self.clock)
@@ -372,7 +378,11 @@ def test_processes_are_parked_at_home_one_after_another_once_training_goes_well(
         before = told[: told.index(local.Park())]
         steps = sum(len(one.records) for one in before if isinstance(one, local.History))
         assert steps > HOME_AFTER_S, "it parks once it has been told of the steps of before"
+        assert (await job.passes(2 * LOOK_S)).stand_ins == [0], "it may be on its way through them"
+        await job.parked()
         assert (await job.passes(2 * LOOK_S)).stand_ins == [0, 1]
+        parked, like, under_way, _ = job.asked[-1]
+        assert (parked, like, under_way) == (1, [process.pid], 0)
         job.rehearsed()
         assert job.fed == [], "the controller knows nothing of it"
         job.short = True
@@ -473,7 +483,7 @@ def test_a_spare_parks_as_many_hosts_as_memory_allows(monkeypatch):
         await job.passes(1)
         assert job.stand_ins == [0], "its first host, whatever there is"
         imports, order = cast(Told, slot.standby).told
-        assert imports == local.Imports(("torch",)) and isinstance(order, local.RunRank), "imports come before the fork"
+        assert imports == local.Imports(b"torch") and isinstance(order, local.RunRank), "imports come before the fork"
         job.rehearsed()
         await job.passes(2)
         assert job.fed == [], "it may still be on its way through the steps of before"
@@ -513,6 +523,23 @@ def test_a_spare_that_takes_a_host_over_ends_what_it_has_parked_of_others(monkey
         assert slot.process is taker and taken == [(taker, [other.pid])] and job.stand_ins == []
         told = cast(Told, slot.standby).told
         assert told[-2:] == [local.RunsRank(taker.order), local.EndProcess(other.order)]
+
+    asyncio.run(scenario())
+
+
+def test_a_rehearsal_that_ends_right_after_a_swap_is_not_taken_for_one_that_has_gone_through_all_steps(monkeypatch):
+    async def scenario():
+        job = Parking(monkeypatch, slots=1, stands_by=True)
+        job.rehearsals.order(job.slots[0], 0, 1)
+        await job.passes(4)
+        job.rehearsals.swapped((1, 2), restore_step=3)
+        job.rehearsed()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        told = cast(Told, job.slots[0].stand_ins[0].peer).told
+        assert told == [], "nobody has said yet what there is to go through"
+        await job.passes(2)
+        assert isinstance(told[0], local.History) and told[1] == local.Park()
 
     asyncio.run(scenario())
 

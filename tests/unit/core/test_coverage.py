@@ -30,7 +30,7 @@ def test_one_spare_that_is_able_covers_every_host():
     assert coverage(n3=unable, n4=Report(0, able=True)).uncovered() == ()
     found = coverage(n3=unable)
     assert found.uncovered() == (0, 1, 2)
-    said = "spare node 3 cannot stand in: too little memory; spare node 4 has not rehearsed yet"
+    said = "spare node 3 cannot stand in: too little memory; spare node 4 is not ready yet"
     assert found.why((0, 1, 2)) == f"no spare can take node 0, 1, 2 ({said})"
     assert coverage(World(0, (0, 1))).why((0, 1)) == "no spare is left"
 
