@@ -147,6 +147,8 @@ class Rehearsals:
             async with self._admitting:  # one after another: each takes memory that the next one has not
                 if not (under_way := self._under_way_on_device(slot)):
                     return await self._admit(slot, rank, source)
+            if any(one.doubted for one in under_way):  # it will not park
+                break
             if under_way != before:  # the one in front is through
                 began, before = loop_time(), under_way
             await asyncio.sleep(_RETRY_S)
@@ -154,8 +156,7 @@ class Rehearsals:
 
     def _under_way_on_device(self, slot: Slot) -> list[Rehearsal]:
         """List the rehearsals that use the slot's device and have not said yet how much of it."""
-        parking = [one for one in self.in_slot(slot) if one.stands_in and not one.parked and not one.doubted]
-        return [one for one in parking if one.profile.on_device]
+        return [one for one in self.in_slot(slot) if one.stands_in and not one.parked and one.profile.on_device]
 
     async def _admit(self, slot: Slot, rank: Rank, source: NodeId) -> None:
         began = loop_time()

@@ -158,7 +158,7 @@ class Workers:
 
     def tell_imports(self, slot: Slot, modules: bytes) -> None:
         """Have the slot's standby process import what a rank has imported: those it forks then share that memory."""
-        if slot.standby is not None and not slot.imports:
+        if modules and slot.standby is not None and not slot.imports:
             slot.imports = True
             slot.standby.send(local.Imports(modules))
 

@@ -120,7 +120,7 @@ class SpareFull(Input, frozen=True):
 
 
 class SpareShort(Input, frozen=True):
-    """The memory of a spare runs short: a host that it has rehearsed is to be given up."""
+    """The memory of a spare runs short: a host is to be given up, but not the only one that is covered."""
 
 
 class RecordsDropped(Input, frozen=True):

@@ -172,7 +172,8 @@ class Standby:
                         kill_tree(pid, self._ending_s)
                         os.waitpid(pid, 0)
             case local.Imports(modules):
-                self._prewarm.begin(zlib.decompress(modules).decode().split("\n"))
+                with contextlib.suppress(zlib.error):  # what is imported beforehand is a matter of speed
+                    self._prewarm.begin(zlib.decompress(modules).decode().split("\n"))
             case local.RunsRank(order):
                 self._end(self._running)
                 self._running = order

@@ -139,3 +139,5 @@ def test_what_a_process_has_loaded_its_standby_process_loads_by_the_same_name(mo
     assert again.__file__ == first.__file__ == str(path)
     extensions.load(argument)
     assert OpBuilder._loaded_ops["an_op"] is again
+    monkeypatch.setattr(again, "__file__", "/removed.so")
+    assert extensions.beforehand() == []

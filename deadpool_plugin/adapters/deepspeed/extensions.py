@@ -9,6 +9,7 @@ Source: torch 2.13, torch/utils/file_baton.py and its use in cpp_extension.py; D
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib
@@ -70,7 +71,11 @@ def _is_current(baton: Any, descriptor: int) -> bool:
 def beforehand() -> list[str]:
     """Name how `load` loads each library that DeepSpeed has compiled in a job and this process has loaded."""
     compiled = {name: module for name, module in _loaded().items() if module.__name__ not in sys.modules}
-    return [f"{__name__}:load:{name}={_digest(module.__file__)}={module.__file__}" for name, module in compiled.items()]
+    lessons = []
+    for name, module in compiled.items():
+        with contextlib.suppress(OSError):  # it has been removed, or is being built again
+            lessons.append(f"{__name__}:load:{name}={_digest(module.__file__)}={module.__file__}")
+    return lessons
 
 
 def load(what: str) -> None:
