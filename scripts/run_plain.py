@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import multiprocessing
 import os
 import runpy
 import signal
@@ -74,6 +75,8 @@ def become_rank(rank: int, ranks: int, port: int, logs: Path, script: list[str],
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    for child in multiprocessing.active_children():  # what writes checkpoints, say: os._exit would leave it behind
+        child.kill()
     os._exit(code)
 
 
