@@ -44,6 +44,7 @@ from typing import Any
 import demo
 import make_corpus
 from bench import mirror_report as report
+from bench.peers.ours import name_of
 from clusters.demo_jobs import CACHE
 from clusters.launched import REPOSITORY, Cluster
 
@@ -112,9 +113,7 @@ class Job:
     def join(self, line: socket.socket, hello: dict[str, Any]) -> None:
         self.lines[hello["rank"]], self.hellos[hello["rank"]] = line, hello
         if len(self.lines) == RANKS:
-            for pid in self.cluster.processes():
-                if b"deadpool_plugin.launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    self.agents.append(pid)
+            self.agents += [pid for pid in self.cluster.processes() if name_of(pid) == "agent"]
 
     def order(self, **fields: Any) -> None:
         for line in self.lines.values():
