@@ -603,7 +603,7 @@ def test_what_an_ended_process_still_had_of_a_device_keeps_nobody_out_for_good(m
         job.rehearsals.end(job.slots[0], 0)
         job.rehearsals.order(job.slots[0], 1, 1)
         await job.passes(4)
-        assert job.stand_ins == [1] and api.SpareFull(0, 1) not in job.fed
+        assert job.stand_ins == [1] and job.fed == 2 * [api.SpareRehearsed(0, 0)]
 
     asyncio.run(scenario())
 
