@@ -22,6 +22,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from deadpool_plugin.host.proc import end_children
+from deadpool_plugin.transport.linux import PR_SET_CHILD_SUBREAPER, prctl
+
+ENDING_S = 60.0
 TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEADLINE_S = 900.0
 """A last resort; a test's own deadline (support.forked.Fleet, support.scripted_agent) comes first and says more."""
@@ -117,7 +121,10 @@ def _serve(requests: int, answers: int) -> None:
         read, write = os.pipe()
         _module(path)
         if os.fork() == 0:
-            _write(write, _run(path, name, arguments))
+            prctl(PR_SET_CHILD_SUBREAPER, 1)  # what ranks leave behind, those that are killed too, is its to end
+            answer = _run(path, name, arguments)
+            end_children(ENDING_S)
+            _write(write, answer)
             os._exit(0)
         os.close(write)
         try:
