@@ -1,7 +1,7 @@
 """A small GPT in plain torch, trained with DeepSpeed: the kind of script people have.
 
 Rules of this file: plain DeepSpeed, plain loop; it knows nothing of faults, and nothing in it is there to make anyone
-else's life easier. It is bitwise deterministic from run to run on a CPU. Where there is no GPU, `patches/cpu` lets
+else's life easier. It is bitwise deterministic from run to run. Where there is no GPU, `patches/cpu` lets
 DeepSpeed run without one.
 
     deepspeed --num_gpus 8 scripts/train_deepspeed.py --data-path corpus --zero 2 --dtype bf16 --train-iters 30
@@ -84,7 +84,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def initialize(args: argparse.Namespace) -> None:
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True)
+    else:
         torch.set_num_threads(1)
     deepspeed.init_distributed(verbose=False)
     random.seed(args.seed)

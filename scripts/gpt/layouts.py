@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SCRIPT_OF = {"megatron": "train_gpt.py", "deepspeed": "train_deepspeed.py"}
+"""Files in scripts/."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -20,7 +23,7 @@ class Layout:
     @property
     def script(self) -> str:
         """Its file in scripts/."""
-        return {"megatron": "train_gpt.py", "deepspeed": "train_deepspeed.py"}[self.framework]
+        return SCRIPT_OF[self.framework]
 
 
 def _layout(arguments: str, world_size: int = 4) -> Layout:

@@ -39,9 +39,9 @@ LIMITS_S = {"tests": 145, "mirror": 90, "job": 285}
 WHOLE = "(whole)"
 """The check that a part got to its end."""
 NEEDED = (
-    "torch", "numpy", "megatron.core.datasets.helpers_cpp", "msgspec._core", "psutil", "pydantic_core._pydantic_core",
-    "pydantic", "yaml", "rich", "xxhash", "zstandard.backend_c", "packaging", "pytest", "hypothesis",
-    "deadpool_plugin.config",
+    "torch", "numpy", "megatron.core.datasets.helpers_cpp", "deepspeed", "msgspec._core", "psutil", "pydantic",
+    "pydantic_core._pydantic_core", "yaml", "rich", "xxhash", "zstandard.backend_c", "packaging", "pytest",
+    "hypothesis", "deadpool_plugin.config",
 )  # fmt: skip
 """Modules that must import. Of a compiled package its compiled part: a wheel for another Python lacks it."""
 LIBRARIES = ("torch", "megatron-core", "deepspeed", "numpy")

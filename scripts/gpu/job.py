@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,12 @@ if __name__ == "__main__":
 
 import make_corpus
 from clusters import card, forked_node
-from clusters.references import CORPUS, arguments_with_data, reference
+from clusters.references import CORPUS, SCRIPTS, arguments_with_data, reference
 from faults import cells
 from faults.job import Job, Outcome
 from faults.many import SURVIVORS, gained, look
 from faults.plan import Kill
+from gpt.layouts import SCRIPT_OF
 from run_plain import run_ranks
 
 from gpu.checks import Checks, Figures, parse_args
@@ -46,7 +47,10 @@ WARM_SWAPS = 3
 """After them nothing more is made for the first time."""
 STEPS, SPACING = 20, 4
 """Steps of a job, and from one of its faults to the next. Jobs of equal steps share their undisturbed run."""
-SIZES = "--hidden-size 64 --seq-length 64 --deterministic-mode --eval-interval 4 --use-distributed-optimizer"
+SIZES = {
+    "megatron": "--hidden-size 64 --seq-length 64 --deterministic-mode --eval-interval 4 --use-distributed-optimizer",
+    "deepspeed": "--eval-interval 4 --samples 24",
+}
 PIPELINE, TENSOR = "--pp 2", "--tp 2"
 OVERLAPPED = f"{TENSOR} --overlap-grad-reduce --overlap-param-gather"
 BF16, FP16 = "--dtype bf16", "--dtype fp16 --initial-loss-scale 65536 --loss-scale-window 2 --hysteresis 1"
@@ -76,23 +80,31 @@ class Place:
     out: Path
     device: str
     over_gloo: bool = False
+    framework: str = "megatron"
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / SCRIPT_OF[self.framework]
 
     def named(self, check: str) -> str:
         return f"{check}, gloo over CUDA tensors" if self.over_gloo else check
 
     def training(self, layout: str, precision: str = BF16, steps: int = STEPS) -> list[str]:
-        words = f"{layout} {SIZES} {precision} --train-iters {steps}"
+        words = f"{layout} {SIZES[self.framework]} {precision} --train-iters {steps}"
         if self.over_gloo:
             words = f"{words.replace(PIPELINE, TENSOR)} --backend gloo"
-        return arguments_with_data(words.split())
+        return arguments_with_data(words.split(), self.script.name)
 
     def undisturbed(self, training: list[str]) -> Path:
-        return reference(self.out / "references", training, RANKS, slots=1, deadline_s=REFERENCE_S[self.device])
+        folder, limit_s = self.out / "references", REFERENCE_S[self.device]
+        return reference(folder, training, RANKS, self.script, slots=1, deadline_s=limit_s)
 
     def job(self, name: str, training: list[str], kills: list[Kill], stops: int = 0) -> CardJob:
         settings = {"restarts_max": 100, **SETTINGS[self.device]}
-        wait_s = WAIT_S[self.device]
-        return CardJob(self.device, self.out / name, training, RANKS, 1, 1, kills, settings, stops, wait_s, heals=True)
+        return CardJob(
+            self.device, self.out / name, training, RANKS, 1, 1, kills, settings, stops, WAIT_S[self.device],
+            heals=True, script=self.script, framework=self.framework,
+        )  # fmt: skip
 
 
 class CardJob(Job):
@@ -147,7 +159,7 @@ def train(
     """
     training = place.training(layout, precision, max(STEPS, spacing * (len(faults) + 1)))
     undisturbed = place.undisturbed(training)
-    kills = [*planned(faults, cells.updates(undisturbed), spacing), *then]
+    kills = [*planned(faults, cells.updates(undisturbed, place.framework), spacing), *then]
     job = place.job(name, training, kills)
     job.parks = parks
     verdict = job.run(undisturbed)
@@ -246,6 +258,16 @@ def losses_fp16(place: Place, figures: Figures) -> None:
     train(place, figures, "losses-fp16", faults, precision=FP16)
 
 
+def losses_zero(stage: int) -> Callable[[Place, Figures], None]:
+    """Make the check of DeepSpeed's engine with ZeRO of this stage: a host, a process, and a context that dies."""
+
+    def check(place: Place, figures: Figures) -> None:
+        faults = [("node", "forward", 1), ("rank", "backward", 3), (DEAD_CONTEXT[place.device], "optimizer", 2)]
+        train(replace(place, framework="deepspeed"), figures, f"zero{stage}", faults, f"--zero {stage}")
+
+    return check
+
+
 CHECKS = {
     "losses, bf16": losses,
     "dead CUDA contexts": dead_contexts,
@@ -257,6 +279,8 @@ CHECKS = {
     "losses, overlapped communication": overlapped,
     "losses, fp16": losses_fp16,
 }
+ENGINES = {"losses, ZeRO 1": losses_zero(1), "losses, ZeRO 3": losses_zero(3)}
+"""DeepSpeed's: its modules are imported behind all that is above."""
 CARD_ONLY = {"CUDA graphs are refused by name"}
 """Megatron-core itself takes no such option where there is no card."""
 
@@ -273,6 +297,8 @@ def main() -> int:
     place = replace(place, over_gloo=args.device == "cuda" and not several)
     wanted = {name: check for name, check in CHECKS.items() if args.device == "cuda" or name not in CARD_ONLY}
     checks.run({place.named(name): functools.partial(check, place) for name, check in wanted.items()})
+    forked_node.preload(forked_node.MODULES["deepspeed"], args.device)
+    checks.run({name: functools.partial(check, place) for name, check in ENGINES.items()})
     return checks.exit_code
 
 

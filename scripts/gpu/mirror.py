@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 if __name__ == "__main__":
@@ -50,6 +50,7 @@ LR = 1e-6
 BUDGET_S, ROUNDS_MIN, STEPS = {"cuda": 45.0, "cpu": 1.0}, 3, 6
 TRIES = 10
 TAKEN_S = 20.0
+WAITS = 1000
 LATE_CYCLES = 200_000_000
 """About a tenth of a second, by which an update is late."""
 
@@ -85,9 +86,13 @@ class CommittingLink:
 class Mirror:
     """A Stager over `tensors`, and the steps it was given so far."""
 
+    kept: ClassVar[list[SlotPair]] = []
+    """Slots of all mirrors. Memory that is unmapped while it is page-locked breaks a later cudaMalloc (error 208)."""
+
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.layout, self.step = Layout(tensors), -1
         self.slots = SlotPair.create(0, HEADER_BYTES, self.layout.payload_bytes)
+        self.kept.append(self.slots)
         self.link = CommittingLink()
         self.stager = Stager(self.layout, [], self.slots, self.link)  # type: ignore[arg-type]
 
@@ -261,6 +266,34 @@ def step_time(device: str, figures: Figures) -> None:
     assert device == "cpu" or high <= STEP_RATIO_MAX, f"step time times {high:.4f} (upper limit), not {STEP_RATIO_MAX}"
 
 
+@of_speed
+def synchronization(device: str, figures: Figures) -> None:
+    """Microseconds of the host for each kind of wait that the plugin adds to a call, beside a kernel's launch. The
+    device has nothing else to do: what is measured is the way there and back."""
+    value, event = torch.ones(1, device=device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    host = torch.empty(1, pin_memory=True)
+
+    def recorded() -> None:
+        event.record()
+        event.synchronize()
+
+    kinds: dict[str, Callable[[], object]] = {
+        "launch": lambda: value.add_(1.0),
+        "stream_synchronize": torch.cuda.current_stream().synchronize,
+        "event_record_and_synchronize": recorded,
+        "copy_to_host": lambda: host.copy_(value, non_blocking=True),
+        "item": value.item,
+    }
+    for name, wait in kinds.items():
+        times = []
+        for _ in range(WAITS):
+            rest(device)
+            began = time.perf_counter()
+            wait()
+            times.append(1e6 * (time.perf_counter() - began))
+        figures[f"{name}_us"] = statistics.median(times)
+
+
 def one_block(step: Callable[[bool], float], mirror: Mirror, mirrored: bool) -> list[float]:
     """Seconds of its steps, without the first, which may have to wait for what the block before left."""
     times = [step(mirrored) for _ in range(STEPS)][1:]
@@ -276,6 +309,7 @@ def main() -> int:
             "snapshots are of one step": whole_snapshots,
             "snapshots have the step before": fresh_snapshots,
         } | checks
+        checks["cost of a wait"] = synchronization
     checks["step time with and without"] = step_time
     found = Checks("mirror", args.out, args.of)
     found.run({name: functools.partial(check, args.device) for name, check in checks.items()})

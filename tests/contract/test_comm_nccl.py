@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -407,24 +408,28 @@ def _held() -> dict[str, int]:
 
 
 def _swapper(rank: int, swaps: int, stores: list[Cell], unwaited: list[Cell]) -> Any:
-    """The last results, and what was held after each swap."""
+    """The last results; after each swap what was held, and the seconds of its abort, and from there to a barrier."""
     groups = _groups(rank, stores[0].get())
     both = _both()
     results = [_battery(group) for group in both]
     groups.stop_recording()
-    held = []
+    held, took = [], []
     for generation in range(1, swaps + 1):
         if rank == 0:  # nobody joins it, and nobody waits for it
             dist.all_reduce(torch.ones(1 << 20, device="cuda"), group=both[generation % 2], async_op=True)
             unwaited[generation].set()
         unwaited[generation].get()
+        began = time.monotonic()
         groups.interrupt(generation)
         torch.cuda.synchronize()
+        aborted = time.monotonic()
         groups.rebuild(generation, stores[generation].get())
+        dist.barrier()
+        took.append((aborted - began, time.monotonic() - aborted))
         results = [_battery(group) for group in both]
         held.append(_held())
         dist.barrier()  # a shared card is also what the other one holds
-    return results, held
+    return results, held, took
 
 
 @pytest.mark.parametrize("swaps", [20, pytest.param(100, marks=pytest.mark.long)])
@@ -434,8 +439,10 @@ def test_swaps_leave_nothing_behind(swaps: int, figures: dict[str, Any]) -> None
         stores, unwaited = ([Cell(4096) for _ in range(swaps + 1)] for _ in range(2))
         fleet.fork(_host, stores)
         outcomes = fleet.values([fleet.fork(_swapper, rank, swaps, stores, unwaited) for rank in range(2)])
-    for rank, (results, held) in enumerate(outcomes):
+    for rank, (results, held, took) in enumerate(outcomes):
         assert results == [_expected(rank)] * 2
+        for name, seconds in zip(("abort", "rebuild"), zip(*took, strict=True), strict=True):
+            figures[f"{name}_s_of_rank_{rank}"] = statistics.median(seconds)
         # A stream of torch's pool is made at its first use, and whatever belongs to it: half of the swaps see to that.
         late = held[swaps // 2 :]
         grown = {name: late[-1][name] - value for name, value in late[0].items()}
