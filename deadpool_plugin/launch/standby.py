@@ -10,6 +10,7 @@ agent is told is how a process ended; what that means is decided elsewhere.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import select
@@ -43,7 +44,7 @@ Run = Callable[[local.RunRank], object]
 """The work of a forked process."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Set, it lets `torch.cuda.is_available()`, which many modules ask as they are imported, leave CUDA alone."""
-_CUDA_DEVICE = "/dev/nvidia-uvm"  # open in a process that has initialised CUDA; NVML does not open it
+_CUDA_DEVICE = "/dev/nvidia-uvm"  # open in a process that has initialised CUDA, or asked some drivers' NVML
 _CUDA_CONTROL = "/dev/nvidiactl"  # there on every host with an NVIDIA driver
 _NICE = 10
 _WARM_S = 60.0  # that a process which is to stand in waits for imports at most
@@ -227,15 +228,29 @@ class Standby:
 
 
 def cuda_is_lost() -> bool:
-    """Return, in a forked process, whether CUDA was initialised in one before it and cannot be initialised again."""
+    """Return, in a forked process, whether CUDA was initialised in one before it and cannot be initialised again.
+
+    Blocks: while another process tries that, where a device's file is open.
+    """
     if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda)._is_in_bad_fork():
         # A torch built for CUDA says so on a host without a device too, where there is nothing to lose.
         return os.path.exists(_CUDA_CONTROL) or cuda.device_count() > 0
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed since it was listed
             if os.readlink(f"/proc/self/fd/{descriptor}") == _CUDA_DEVICE:
-                return True
+                return not _can_initialise_cuda()
     return False
+
+
+def _can_initialise_cuda() -> bool:
+    """Try it in a fork of this process, in which the script may still choose its devices. Blocks: a second at most."""
+    child = os.fork()
+    if child == 0:
+        refused = 1
+        with contextlib.suppress(BaseException):
+            refused = ctypes.CDLL("libcuda.so.1").cuInit(0)
+        os._exit(int(refused != 0))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def main(script: list[str]) -> NoReturn:

@@ -47,7 +47,7 @@ STATE_BYTES, RANKS = 12, 8
 """Bytes of a parameter's optimizer state, and the number of ranks that share it."""
 LR = 1e-6
 """A rate so small that activations stay as they are: their values decide how much power, and what clock, a card has."""
-BUDGET_S, ROUNDS_MIN, STEPS = {"cuda": 45.0, "cpu": 1.0}, 3, 6
+BUDGET_S, ROUNDS_MIN, STEPS = {"cuda": 30.0, "cpu": 1.0}, 3, 6
 TRIES = 10
 TAKEN_S = 20.0
 WAITS = 1000
@@ -87,7 +87,7 @@ class Mirror:
     """A Stager over `tensors`, and the steps it was given so far."""
 
     kept: ClassVar[list[SlotPair]] = []
-    """Slots of all mirrors. Memory that is unmapped while it is page-locked breaks a later cudaMalloc (error 208)."""
+    """Slots of all mirrors: page-locked memory must not be unmapped (Stager._pin)."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.layout, self.step = Layout(tensors), -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -18,12 +19,15 @@ from deadpool_plugin.launch.standby import Prewarm
 from deadpool_plugin.transport.unix import LocalConnection, listen_unix
 
 
-def hello_of_a_forked_process(monkeypatch, tmp_path, lost):
-    """One that was forked by the real standby process with CUDA's device open (`lost`) or not: pid, order, command."""
+def hello_of_a_forked_process(monkeypatch, tmp_path, is_open, answer):
+    """One that was forked by the real standby process with CUDA's device open or not, and with a driver that answers
+    this to who would initialise it: order, command."""
     device = (tmp_path / "nvidia-uvm").open("w")
     name = f"deadpool/test/{os.getpid()}/{tmp_path}"
     listener = listen_unix(name)
-    monkeypatch.setattr(standby, "_CUDA_DEVICE", device.name if lost else "/dev/none")
+    monkeypatch.setattr(standby, "_CUDA_DEVICE", device.name if is_open else "/dev/none")
+    driver = {} if answer is None else {"libcuda.so.1": SimpleNamespace(cuInit=lambda flags: answer)}
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, **options: driver[name])
     monkeypatch.setenv("DEADPOOL_CONFIG", "")
     monkeypatch.setenv("DEADPOOL_SOCKET", name)
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -42,10 +46,13 @@ def hello_of_a_forked_process(monkeypatch, tmp_path, lost):
         os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_process_that_inherits_an_initialised_cuda_is_executed_anew(monkeypatch, tmp_path, lost):
+@pytest.mark.parametrize(
+    ("is_open", "answer", "lost"),
+    [(False, 3, False), (True, 3, True), (True, None, True), pytest.param(True, 0, False, id="NVML has opened it")],
+)
+def test_a_process_that_inherits_an_initialised_cuda_is_executed_anew(monkeypatch, tmp_path, is_open, answer, lost):
     before = os.environ.get(standby.NVML_CHECK)
-    order, command = hello_of_a_forked_process(monkeypatch, tmp_path, lost)
+    order, command = hello_of_a_forked_process(monkeypatch, tmp_path, is_open, answer)
     assert order == 5
     assert (command == ["script.py", ""]) is lost
     assert os.environ.get(standby.NVML_CHECK) == before, "the standby process's own"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from support.stand_in import fake
@@ -27,7 +27,24 @@ class Stream:
 
     def wait_stream(self, other): ...
 
-    def synchronize(self): ...
+
+class Event:
+    """Notes how many of all events are recorded in the one stream, and neither it nor a later one is waited for."""
+
+    recorded: ClassVar[list[Event]] = []
+    most = 0
+
+    def __init__(self, blocking):
+        assert blocking, "a thread that spins keeps the queue full"
+
+    def record(self, stream):
+        assert self not in self.recorded
+        self.recorded.append(self)
+        Event.most = max(Event.most, len(self.recorded))
+
+    def synchronize(self):
+        if self in self.recorded:
+            del self.recorded[: self.recorded.index(self) + 1]
 
 
 def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeypatch):
@@ -43,6 +60,7 @@ def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeyp
 
     fakes = {
         "Stream": Stream,
+        "Event": Event,
         "set_device": lambda device: chosen.append((device, threading.current_thread().name)),
         "current_stream": lambda: None,
         "stream": contextlib.nullcontext,
@@ -51,7 +69,8 @@ def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeyp
     }
     for name, attribute in fakes.items():
         monkeypatch.setattr(torch.cuda, name, attribute)
-    tensors = [torch.ones(3), torch.full((2,), 7.0).as_subclass(OnDevice)]
+    monkeypatch.setattr(staging, "PIECE_BYTES", 16)
+    tensors = [torch.ones(3), torch.full((2,), 7.0).as_subclass(OnDevice), torch.arange(30.0), torch.ones(5, 6).T]
     layout = Layout(tensors)
     slots = SlotPair.create(0, 4096, layout.payload_bytes)
     link = fake(event=lambda kind, text: notes.append((kind, text)), send=sent.put, wake=lambda: None)
@@ -60,7 +79,8 @@ def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeyp
         stager = Stager(layout, [], slots, link)
     stager.stage(0, 0, b"", b"")
     assert isinstance(sent.get(), local.Staged)
-    assert [view.tolist() for view in layout.views(slots.payload(0))] == [[1.0] * 3, [7.0] * 2]
+    assert all(map(torch.equal, layout.views(slots.payload(0)), tensors))
+    assert Event.most == 2 and not Event.recorded, "pieces under way"
     assert chosen == [(Stream.device, "deadpool-stager_0")]
     assert len(launches) == 1
     ((kind, text),) = notes
