@@ -30,7 +30,7 @@ import make_corpus
 from clusters import demo_report, references
 from clusters.demo_jobs import CACHE, JOBS, SCRIPTS, parse_args
 from clusters.demo_report import WHEN, host, listed, numbered
-from clusters.launched import REPOSITORY, Cluster, folder_size, read_events, read_json_lines
+from clusters.launched import REPOSITORY, Cluster, folder_size, last_error, read_events, read_json_lines
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -79,7 +79,7 @@ def reference_run(args: argparse.Namespace) -> Path:
         finally:
             cluster.close()
         if cluster.exit_codes() != [0]:
-            said = demo_report.last_error(running)
+            said = last_error(running)
             raise Failed(f"the undisturbed run ended with exit code {cluster.exit_codes()[0]}{said}; logs: {running}")
     return folder
 
@@ -307,9 +307,9 @@ def judge(args: argparse.Namespace, reference: Path, cluster: Cluster) -> tuple[
     for node, code in codes.items():
         if code:
             log = args.out / "launcher" / f"node{node}.txt"
-            alike.setdefault((code, demo_report.last_error(log).partition(": ")[2]), []).append(log)
+            alike.setdefault((code, last_error(log).partition(": ")[2]), []).append(log)
     for (code, _), logs in alike.items():
-        said, where = demo_report.last_error(logs[0]), logs[0] if len(logs) == 1 else logs[0].parent
+        said, where = last_error(logs[0]), logs[0] if len(logs) == 1 else logs[0].parent
         problems.append(f"launcher of {listed([log.stem for log in logs])} ended with {code}{said}; log: {where}")
     summary["exit_code"] = next((code for code in codes.values() if code), 1 if problems else 0)
     return summary, problems

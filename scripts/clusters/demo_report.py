@@ -8,17 +8,12 @@ imported only when the pictures are drawn.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 Event = dict[str, Any]
 
-ERROR = re.compile(
-    r"^(?:\[\w+\]: ?)?[\w.]*(?:Error|Exception)\b.*$|^.*\bexit code\b.*$|^\[deadpool\] .*; to do: .*$", re.MULTILINE
-)
-"""A line that names an error: the last of a traceback (one that was cut off has none), or the plugin's own."""
 WHEN = {
     "forward": "in its forward pass",
     "backward": "in its backward pass",
@@ -164,16 +159,6 @@ def swap_in_words(swap: dict[str, Any], move: Move | None) -> list[str]:
     if swap["lost_steps"] is not None:
         lines.append(f"committed steps that had to be done again: {swap['lost_steps'] or 'none'}")
     return [line for line in lines if line]
-
-
-def last_error(logs: Path) -> str:
-    """Quote the last line that names an error, of a log or of the logs in a folder: ` (FILE: LINE)`, or ""."""
-    files = sorted(path for path in logs.rglob("*") if path.suffix in (".log", ".txt")) if logs.is_dir() else [logs]
-    for path in files:
-        text = path.read_text(errors="replace") if path.exists() else ""
-        if found := ERROR.findall(text):
-            return f" ({path.name}: {found[-1].strip()[:300]})"
-    return ""
 
 
 def draw_losses(

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -22,6 +23,10 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+ERROR = re.compile(
+    r"^(?:\[\w+\]: ?)?[\w.]*(?:Error|Exception)\b.*$|^.*\bexit code\b.*$|^\[deadpool\] .*; to do: .*$", re.MULTILINE
+)
+"""A line that names an error: the last of a traceback (one that was cut off has none), or the plugin's own."""
 
 
 class Cluster:
@@ -149,6 +154,16 @@ def commit_of(tree: Path = REPOSITORY) -> str:
     """The commit that is checked out there, short; "" of a folder without git."""
     words = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def last_error(logs: Path) -> str:
+    """Quote the last line that names an error, of a log or of the logs in a folder: ` (FILE: LINE)`, or ""."""
+    files = sorted(path for path in logs.rglob("*") if path.suffix in (".log", ".txt")) if logs.is_dir() else [logs]
+    for path in files:
+        text = path.read_text(errors="replace") if path.exists() else ""
+        if found := ERROR.findall(text):
+            return f" ({path.name}: {found[-1].strip()[:300]})"
+    return ""
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from run_plain import run_ranks
 
-from clusters.launched import REPOSITORY
+from clusters.launched import REPOSITORY, last_error
 
 SCRIPTS = REPOSITORY / "scripts"
 SCRIPT = SCRIPTS / "train_gpt.py"
@@ -41,7 +41,8 @@ def reference(
             words = [word.replace("{folder}", str(running)) for word in training]
             if code := run_ranks(world, running, [str(script), *words], slots, deadline_s):
                 raise RuntimeError(
-                    f"the undisturbed run ended with {code} (-9: killed, after {deadline_s:g} s at most); see {running}"
+                    f"the undisturbed run ended with {code} (-9: killed, after {deadline_s:g} s at most)"
+                    f"{last_error(running)}; see {running}"
                 )
     return folder
 

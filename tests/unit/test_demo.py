@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import demo
 from clusters import demo_report, references
+from clusters.launched import last_error
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """#!/usr/bin/env bash
@@ -283,7 +284,7 @@ def test_a_picture_has_a_title_axes_with_units_both_hosts_and_a_sentence(swapped
 def test_a_traceback_that_was_cut_off_is_not_quoted(tmp_path):
     (tmp_path / "rank0.log").write_text("Traceback (most recent call last):\n    raise ValueError('cut off')\n")
     (tmp_path / "rank1.log").write_text("    raise ValueError('no')\n[rank1]: ValueError: no\n")
-    assert demo_report.last_error(tmp_path) == " (rank1.log: [rank1]: ValueError: no)"
+    assert last_error(tmp_path) == " (rank1.log: [rank1]: ValueError: no)"
 
 
 def test_a_job_that_stops_is_one_problem_a_line_and_the_job_s_own_words_come_last(tmp_path):
