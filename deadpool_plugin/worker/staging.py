@@ -175,7 +175,7 @@ class Stager:
         marks, piece, nbytes = self._marks, 0, 0
         for tensor, view in pairs:
             parts = [(tensor, view)]
-            if tensor.is_contiguous():
+            if tensor.nbytes > PIECE_BYTES and tensor.is_contiguous():
                 count = max(1, PIECE_BYTES // tensor.element_size())
                 parts = list(zip(tensor.view(-1).split(count), view.view(-1).split(count), strict=True))
             for source, place in parts:

@@ -6,9 +6,12 @@
 // (c10/cuda/driver_api.h); build.py generates an entry point for each that is not here, which says so.
 #include <cuda.h>
 #include <dlfcn.h>
+#include <pthread.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <thread>
 
 #include "device.h"
 
@@ -113,8 +116,19 @@ cudaError_t cudaGetDriverEntryPointByVersion(
 
 // NVML: none of these initialises CUDA
 
-int nvmlInit() { return 0; }
-int nvmlInit_v2() { return 0; }
+// As that of driver 580 it has a thread from its first call on, which is named as CUDA's are.
+int nvmlInit() {
+  static bool begun = [] {
+    std::thread([] {
+      pthread_setname_np(pthread_self(), "cuda00000000000");
+      for (;;) pause();
+    }).detach();
+    return true;
+  }();
+  return begun ? 0 : 999;
+}
+
+int nvmlInit_v2() { return nvmlInit(); }
 int nvmlShutdown() { return 0; }
 const char* nvmlErrorString(int) { return "an error of the stand-in for NVML"; }
 

@@ -4,7 +4,8 @@
 // registration of memory that is mapped and not registered yet; copies by the programming guide's "API synchronization
 // behavior": pinned memory is read and written when the stream comes to it, pageable memory is read at the call, and a
 // copy into it is waited for; cudaFree and its like wait for the device; memory in use after cudaFree is a segmentation
-// fault.
+// fault; an allocation that gets the addresses of memory which was unmapped while it was registered is refused
+// (cudaErrorAlreadyMapped, as on an H100).
 // Cannot: a fault at the host's access to device memory (it is ordinary memory), IPC, virtual memory management, pools,
 // managed memory, peers.
 #include "device.h"
@@ -49,6 +50,14 @@ void* mapped(size_t size, Block::Kind kind) {
   return at;
 }
 
+// Call with the lock held.
+bool overlaps(uintptr_t from, uintptr_t to) {
+  auto after = state().blocks.lower_bound(to);
+  if (after == state().blocks.begin()) return false;
+  auto& before = std::prev(after)->second;
+  return before.from + before.size > from;
+}
+
 cudaError_t take(void** pointer, size_t size, Block::Kind kind) {
   *pointer = nullptr;
   if (!size) return cudaSuccess;
@@ -67,6 +76,7 @@ cudaError_t take(void** pointer, size_t size, Block::Kind kind) {
   void* at = mapped(size, kind);
   if (at == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
   auto from = reinterpret_cast<uintptr_t>(at);
+  if (overlaps(from, from + size)) return munmap(at, size), fail(cudaErrorAlreadyMapped);
   state().blocks[from] = {from, size, kind, device};
   (kind == Block::device_memory ? state().used[device] : state().host_used) += size;
   *pointer = at;
@@ -185,11 +195,7 @@ cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {
     return fail(cudaErrorNotSupported);
   }
   Guard guard(state().lock);
-  auto after = state().blocks.lower_bound(to);
-  if (after != state().blocks.begin()) {
-    auto& before = std::prev(after)->second;
-    if (before.from + before.size > from) return fail(cudaErrorHostMemoryAlreadyRegistered);
-  }
+  if (overlaps(from, to)) return fail(cudaErrorHostMemoryAlreadyRegistered);
   state().blocks[from] = {from, to - from, Block::registered, current_device()};
   counts().registrations++;
   return cudaSuccess;

@@ -24,6 +24,7 @@ from support.zygote import in_zygote
 
 pytestmark = control.only_here
 NOT_SUPPORTED, INITIALIZATION_ERROR, ALREADY_REGISTERED, INVALID_VALUE = 801, 3, 712, 1
+ALREADY_MAPPED = 208
 SIZE = 1 << 16
 
 
@@ -193,6 +194,18 @@ def test_registered_memory_is_pinned_and_refused_twice_unmapped_or_by_order():
 
 
 @in_zygote
+def test_memory_unmapped_while_it_is_registered_breaks_a_later_allocation():
+    memory = mmap.mmap(-1, 8 << 20)
+    size, address = len(memory), ctypes.c_void_p(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
+    torch.zeros(1, device="cuda")
+    assert call("cudaHostRegister", address, ctypes.c_size_t(size), 0) == 0
+    memory.close()
+    found, tries = ctypes.c_void_p(), 200  # gaps above it are filled first
+    answers = {call("cudaMalloc", ctypes.byref(found), ctypes.c_size_t(2 << 20)) for _ in range(tries)}
+    assert ALREADY_MAPPED in answers and answers <= {0, ALREADY_MAPPED}
+
+
+@in_zygote
 def test_memory_ends_and_the_process_goes_on():
     x = torch.zeros(1, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
@@ -245,6 +258,15 @@ def test_a_fork_of_a_process_that_has_used_cuda_cannot_use_it():
         torch.zeros(1, device="cuda")
         after = fleet.fork(_error_of_child)
         assert fleet.values([before, after]) == [0, INITIALIZATION_ERROR]
+
+
+@in_zygote
+def test_a_fork_of_a_process_that_has_asked_nvml_only_can_use_cuda():
+    assert torch.cuda.device_count() == 1
+    names = {Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")}
+    assert any(name.startswith("cuda") for name in names)
+    with Fleet() as fleet:
+        assert fleet.values([fleet.fork(_error_of_child)]) == [0]
 
 
 @in_zygote
