@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.control_kernel import cpu_ns, machine, memory
-from bench.peers.ours import configure, name_of
+from bench.peers.ours import name_of
 from clusters.demo_jobs import JOBS
 from clusters.events import Tail
-from clusters.launched import Cluster, commit_of
+from clusters.launched import Cluster, commit_of, configure
 
 SCRIPT = Path(__file__).resolve().parent / "bench" / "many_steps.py"
 NODES = 2

@@ -45,8 +45,8 @@ import demo
 import make_corpus
 from bench import mirror_report as report
 from bench.peers.ours import name_of
-from clusters.demo_jobs import CACHE
-from clusters.launched import REPOSITORY, Cluster
+from clusters.demo_jobs import CACHE, JOBS
+from clusters.launched import REPOSITORY, Cluster, configure
 
 SCRIPTS = REPOSITORY / "scripts"
 RANKS = 2
@@ -215,9 +215,9 @@ class Bench:
         runner = [sys.executable, str(SCRIPTS / "run_plain.py"), "--ranks", str(RANKS), "--logs"]
         self.jobs["plain"].cluster.start(0, [*runner, str(self.args.out / "plain" / "output"), "--", *command["plain"]])
         self._await("plain")
-        settings = argparse.Namespace(out=self.args.out / "plugin", spares=0, patience=10.0, framework="megatron")
-        demo.write_config(settings)
-        config = ["--deadpool-config", str(settings.out / "deadpool.yaml")]
+        out = self.args.out / "plugin"
+        configure(out / "deadpool.yaml", out / "output", spares=0, preload=JOBS["megatron"].preload)
+        config = ["--deadpool-config", str(out / "deadpool.yaml")]
         self.jobs["plugin"].cluster.launch(["--module", "deadpool_plugin.run", *command["plugin"], *config])
         self._await("plugin")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-import random
 import re
 import shutil
 import signal
@@ -30,7 +29,7 @@ import make_corpus
 from clusters import demo_report, references
 from clusters.demo_jobs import CACHE, JOBS, SCRIPTS, parse_args
 from clusters.demo_report import WHEN, host, listed, numbered
-from clusters.launched import REPOSITORY, Cluster, folder_size, last_error, read_events, read_json_lines
+from clusters.launched import REPOSITORY, Cluster, configure, folder_size, last_error, read_events, read_json_lines
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -87,7 +86,10 @@ def reference_run(args: argparse.Namespace) -> Path:
 def protected_run(args: argparse.Namespace) -> Cluster:
     """The run that is killed. Returns when it has ended; raises Failed if it hangs."""
     cluster = Cluster(args.out, args.nodes + args.spares, args.ranks_per_node)
-    write_config(args)
+    preload = JOBS[args.framework].preload
+    configure(
+        args.out / "deadpool.yaml", args.out / "output", spares=args.spares, patience_s=args.patience, preload=preload
+    )
     faults = [word for node, step, phase in args.kills for word in ("--at", f"{node}@{step}:{phase}")]
     injector = [
         *faults,
@@ -117,24 +119,6 @@ def protected_run(args: argparse.Namespace) -> Cluster:
     if left:
         raise Failed(f"{len(left)} processes were still there after the job's end and had to be killed")
     return cluster
-
-
-def write_config(args: argparse.Namespace) -> None:
-    """The plugin's configuration. YAML reads JSON, so no YAML library is needed here."""
-    config = {
-        "spares": args.spares,
-        "patience_s": args.patience,
-        "secret_file": str(args.out / "secret"),
-        "output_dir": str(args.out / "output"),
-        "interface_address": "127.0.0.1",
-        "memory_headroom_gib": 0.25,
-        "preload": JOBS[args.framework].preload,
-    }
-    secret = args.out / "secret"
-    secret.touch(mode=0o600)
-    secret.write_text(f"{random.SystemRandom().getrandbits(256):064x}\n")
-    lines = [f"{name}: {json.dumps(value)}\n" for name, value in config.items()]
-    (args.out / "deadpool.yaml").write_text("".join(lines))
 
 
 def watch(cluster: Cluster, args: argparse.Namespace, look: Callable[[], None]) -> None:

@@ -9,7 +9,6 @@ children of its own (all of its children are reaped here). Whatever way a job en
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -23,11 +22,10 @@ from typing import Any, NoReturn
 
 from clusters import processes
 from clusters.forked_node import Host
-from clusters.launched import free_port
+from clusters.launched import configure, free_port
 
 SETTINGS = {
     "patience_s": 6.0,
-    "interface_address": "127.0.0.1",
     "memory_headroom_gib": 0.1,
     "history_limit_mib": 64,
     "preload": [],
@@ -71,15 +69,8 @@ class Cluster:
         self.nodes: list[Node] = []
         self.port = free_port()
         (folder / "launcher").mkdir(parents=True, exist_ok=True)
-        self.config = self._write_config({"spares": spares, **(settings or {})})
-
-    def _write_config(self, settings: dict[str, Any]) -> Path:
-        secret, config = self.folder / "secret", self.folder / "deadpool.yaml"
-        secret.touch(mode=0o600)
-        secret.write_text("a secret of an emulated cluster\n")
-        fields = {**SETTINGS, "secret_file": str(secret), "output_dir": str(self.output), **settings}
-        config.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in fields.items()))
-        return config
+        self.config = folder / "deadpool.yaml"
+        configure(self.config, self.output, **(SETTINGS | {"spares": spares} | (settings or {})))
 
     # ---- starting
 

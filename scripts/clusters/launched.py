@@ -156,6 +156,17 @@ def commit_of(tree: Path = REPOSITORY) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def configure(file: Path, output: Path, **fields: Any) -> None:
+    """Write the plugin's configuration of a job on this machine, and beside it the secret that it names."""
+    secret = file.with_name("secret")
+    secret.touch(mode=0o600)
+    secret.write_text(f"{random.SystemRandom().getrandbits(256):064x}\n")
+    own = {"secret_file": str(secret), "output_dir": str(output)}
+    here = {"interface_address": "127.0.0.1", "memory_headroom_gib": 0.25}
+    lines = [f"{name}: {json.dumps(value)}\n" for name, value in (here | fields | own).items()]
+    file.write_text("".join(lines))  # YAML reads JSON, so no YAML library is needed here
+
+
 def last_error(logs: Path) -> str:
     """Quote the last line that names an error, of a log or of the logs in a folder: ` (FILE: LINE)`, or ""."""
     files = sorted(path for path in logs.rglob("*") if path.suffix in (".log", ".txt")) if logs.is_dir() else [logs]

@@ -11,10 +11,8 @@ Rules of this file: standard library only; the cluster is used through Cluster's
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import secrets
 import signal
 import sys
 import time
@@ -25,6 +23,7 @@ import compare_runs
 from clusters import demo_report, references
 from clusters.demo_jobs import JOBS
 from clusters.events import Tail
+from clusters.launched import configure
 
 from bench.peers.jobs import NODES, Job, Setting, Strike
 
@@ -43,16 +42,6 @@ VARIANTS = {"default": (1, 10.0), "tuned": (2, 1.5), "two spares": (2, 10.0)}
 STEP_S = 0.08
 """A step of the layout `dp8` takes no fewer seconds under the plugin on two cores: it uses 0.26 s of CPU time, of all
 processes, measured."""
-
-
-def configure(file: Path, output: Path, **config: object) -> None:
-    """Write the plugin's configuration, and the secret that it names."""
-    secret = os.open(file.with_name("secret"), os.O_CREAT | os.O_WRONLY, 0o600)
-    os.write(secret, secrets.token_hex(32).encode())
-    os.close(secret)
-    config |= {"secret_file": str(file.with_name("secret")), "output_dir": str(output)}
-    config |= {"interface_address": "127.0.0.1", "memory_headroom_gib": 0.25}
-    file.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in config.items()))
 
 
 def name_of(pid: int) -> str:
