@@ -48,7 +48,7 @@ def hello_of_a_forked_process(monkeypatch, tmp_path, is_open, answer):
 
 @pytest.mark.parametrize(
     ("is_open", "answer", "lost"),
-    [(False, 3, False), (True, 3, True), (True, None, True), pytest.param(True, 0, False, id="NVML has opened it")],
+    [(False, 3, False), (True, 3, True), (True, None, True), (True, 0, False), (True, 100, False)],
 )
 def test_a_process_that_inherits_an_initialised_cuda_is_executed_anew(monkeypatch, tmp_path, is_open, answer, lost):
     before = os.environ.get(standby.NVML_CHECK)
