@@ -1,7 +1,7 @@
 """A small GPT in plain torch, trained with DeepSpeed: the kind of script people have.
 
 Rules of this file: plain DeepSpeed, plain loop; it knows nothing of faults, and nothing in it is there to make anyone
-else's life easier. It is bitwise deterministic from run to run. Where there is no GPU, `patches/cpu` lets
+else's life easier. It is bitwise deterministic from run to run on a CPU. Where there is no GPU, `patches/cpu` lets
 DeepSpeed run without one.
 
     deepspeed --num_gpus 8 scripts/train_deepspeed.py --data-path corpus --zero 2 --dtype bf16 --train-iters 30
@@ -69,6 +69,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval-interval", type=int, default=10, help="steps between evaluations; 0: none")
     parser.add_argument("--inference-mode", action="store_true", help="evaluate in it, not only without gradients")
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--deterministic-mode", action="store_true",
+                        help="the same numbers in every run on a GPU, too; needs CUBLAS_WORKSPACE_CONFIG")  # fmt: skip
     parser.add_argument("--data-path", required=True, help="prefix of an indexed data set (.bin)")
     parser.add_argument("--save", type=Path, help="folder for checkpoints")
     parser.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; 0: none")
@@ -84,10 +86,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def initialize(args: argparse.Namespace) -> None:
-    if torch.cuda.is_available():
-        torch.use_deterministic_algorithms(True)
-    else:
+    if not torch.cuda.is_available():
         torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(args.deterministic_mode)
     deepspeed.init_distributed(verbose=False)
     random.seed(args.seed)
     np.random.seed(args.seed)

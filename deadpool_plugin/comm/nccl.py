@@ -1,6 +1,6 @@
 """NCCL: communicators of one generation, each aborted from a thread of its own with one deadline, and never destroyed.
 
-Rules of this file: nothing here ran on more than what tests/contract/test_comm_nccl.py covers.
+Rules of this file: on a card, little more of it has run than tests/contract/test_comm_nccl.py covers (one H100).
 - The watchdog must neither kill the process (`stall_timeout_s` stands in for its time-out) nor hold an abort up.
 - An abort frees what a thread in the middle of issuing an operation still uses (NCCL's guide: "make sure no thread is
   calling any NCCL operations"): those threads leave first.

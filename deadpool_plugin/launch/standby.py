@@ -1,10 +1,10 @@
 """`python -m deadpool_plugin.launch.standby COMMAND...`: a slot's standby process, which forks the slot's workers.
 
-Rules of this file: nothing of the user's runs here, and no thread may exist while it forks. Of the processes that run
-the slot's rank one lives at a time: an order ends the one before, with everything that one has left behind (orphans are
-reparented to us). Stand-ins live beside it, and keep their orphans themselves. What cannot be ended is the node's end.
-A forked process that could not use its GPU executes this module again, with its order in the environment. What the
-agent is told is how a process ended; what that means is decided elsewhere.
+Rules of this file: nothing of the user's runs here, and no thread may exist while it forks, but for NVML's, which forks
+do without. Of the processes that run the slot's rank one lives at a time: an order ends the one before, with everything
+that one has left behind (orphans are reparented to us). Stand-ins live beside it, and keep their orphans themselves.
+What cannot be ended is the node's end. A forked process that could not use its GPU executes this module again, with its
+order in the environment. What the agent is told is how a process ended; what that means is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,13 +41,10 @@ from .worker import become
 DEFAULT_PRELOAD = ("torch", "torch.distributed")
 ENDING_S = 60.0  # longer than a large process takes to give back what it has, on a device and in memory
 _ORDER = "DEADPOOL_ORDER"
-Run = Callable[[local.RunRank], object]
-"""The work of a forked process."""
+Run = Callable[[local.RunRank, bool], object]
+"""The work of a forked process. The second argument: CUDA was initialised before it was forked."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Set, it lets `torch.cuda.is_available()`, which many modules ask as they are imported, leave CUDA alone."""
-_CUDA_DEVICE = "/dev/nvidia-uvm"  # open in a process that has initialised CUDA, or asked some drivers' NVML
-_CUDA_ANSWERS = (0, 100)  # initialised; no device, and so nothing to lose
-_CUDA_CONTROL = "/dev/nvidiactl"  # there on every host with an NVIDIA driver
 _NICE = 10
 _WARM_S = 60.0  # that a process which is to stand in waits for imports at most
 _LOOK_S = 0.05
@@ -56,8 +54,8 @@ class Prewarm:
     """Imports what a rank has imported, and does work that it names, so that later forks start warm and share memory.
 
     The importing thread stands behind everything else, as a rank may run on this host. A module that initialises CUDA
-    as it is imported takes it from every process forked afterwards: those look for that (`cuda_is_lost`) and begin
-    anew. Thread: the main one, which calls `pause` before it forks and `resume` after.
+    as it is imported takes it from every process forked afterwards: those begin anew. Thread: the main one, which calls
+    `pause` before it forks and `resume` after.
     """
 
     def __init__(self) -> None:
@@ -207,10 +205,11 @@ class Standby:
 
     def _fork(self, order: local.RunRank) -> None:
         self._prewarm.pause()
-        me = os.getpid()
+        me, cuda_is_taken = os.getpid(), has_initialised_cuda()
         sys.stdout.flush()
         sys.stderr.flush()
-        child = os.fork()
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of NVML's thread
+            child = os.fork()
         if child == 0:  # which never returns into the loop above
             try:
                 die_with_parent(signal.SIGKILL, me)
@@ -219,7 +218,7 @@ class Standby:
                     signal.signal(number, signal.SIG_DFL)
                 for fd in (*self._signals, self._connection.fileno()):
                     os.close(fd)
-                self._run(order)
+                self._run(order, cuda_is_taken)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -228,30 +227,21 @@ class Standby:
         self._prewarm.resume()
 
 
-def cuda_is_lost() -> bool:
-    """Return, in a forked process, whether CUDA was initialised in one before it and cannot be initialised again.
-
-    Blocks: while another process tries that, where a device's file is open.
-    """
-    if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda)._is_in_bad_fork():
-        # A torch built for CUDA says so on a host without a device too, where there is nothing to lose.
-        return os.path.exists(_CUDA_CONTROL) or cuda.device_count() > 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-            if os.readlink(f"/proc/self/fd/{descriptor}") == _CUDA_DEVICE:
-                return _refuses_cuda()
-    return False
+def has_initialised_cuda() -> bool:
+    """Return whether this process has initialised CUDA, which no fork of it can use then."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", os.RTLD_NOLOAD)  # whoever has initialised it has loaded this
+    except OSError:
+        return False
+    # An open /dev/nvidia-uvm would tell nothing: NVML opens it, too (driver 580).
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
 
 
-def _refuses_cuda() -> bool:
-    """Return whether the driver refuses forks of this process; in one of them, for a script may choose devices yet."""
-    child = os.fork()
-    if child == 0:
-        answer = -1
-        with contextlib.suppress(BaseException):
-            answer = ctypes.CDLL("libcuda.so.1").cuInit(0)  # takes 0.3 s on an H100
-        os._exit(int(answer not in _CUDA_ANSWERS))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+def torch_has_lost_devices() -> bool:
+    """Return, in a forked process, whether torch refuses to use the devices here, those of AMD too."""
+    torch = sys.modules.get("torch")
+    # A torch built for CUDA refuses on a host without a device too, where there is nothing to lose.
+    return torch is not None and torch.cuda._is_in_bad_fork() and torch.cuda.device_count() > 0
 
 
 def main(script: list[str]) -> NoReturn:
@@ -262,8 +252,8 @@ def main(script: list[str]) -> NoReturn:
     if _ORDER in os.environ:
         become(config, local_rank, script, msgspec.json.decode(os.environ.pop(_ORDER), type=local.RunRank))
 
-    def run(order: local.RunRank) -> None:
-        if cuda_is_lost():  # do it without anything that was imported before the fork
+    def run(order: local.RunRank, cuda_is_taken: bool) -> None:
+        if cuda_is_taken or torch_has_lost_devices():  # do it without anything that was imported before the fork
             say("the import of a module initialised CUDA: this process imports everything again", to=sys.stderr)
             os.environ[_ORDER] = msgspec.json.encode(order).decode()
             os.execv(sys.executable, [sys.executable, "-u", "-m", "deadpool_plugin.launch.standby", *script])

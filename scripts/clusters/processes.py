@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,13 +26,13 @@ def become_subreaper() -> None:
 def require_one_thread() -> None:
     """Raises: RuntimeError if this process, which is about to fork, has more; names them.
 
-    NVML's does not count: it begins with the first question after cards, and forks do without it.
+    NVML's does not count: it starts with the first question about cards, and forks do without it.
     """
     names = []
     for path in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             names.append(path.read_text().strip())
-    if len([name for name in names if not name.startswith("cuda")]) > 1:
+    if len([name for name in names if not re.fullmatch(r"cuda\d+", name)]) > 1:
         raise RuntimeError(f"threads {names} after the imports: forked processes could hang; set OMP_NUM_THREADS=1")
 
 

@@ -4,7 +4,7 @@
     ./scripts/gpu_evidence.sh --out gpu-out --seconds 520 job  one part, with more time
 
 Parts: `tests` (pytest -m gpu: every operation over NCCL, abort, rebuild), `mirror` (snapshots from the card: whole, how
-fast, at what cost), `job` (a Megatron-core job that loses hosts, processes and CUDA contexts). OUT/evidence.json has
+fast, at what cost), `job` (jobs of four ranks that lose hosts, processes and CUDA contexts). OUT/evidence.json has
 hardware, versions and every check with its figures, OUT/evidence.md the table; both are written after every part.
 
 Rules of this file: standard library only; a part is a process group of its own, and nothing of it outlives its time.
@@ -39,9 +39,9 @@ LIMITS_S = {"tests": 145, "mirror": 90, "job": 285}
 WHOLE = "(whole)"
 """The check that a part got to its end."""
 NEEDED = (
-    "torch", "numpy", "megatron.core.datasets.helpers_cpp", "deepspeed", "msgspec._core", "psutil", "pydantic",
-    "pydantic_core._pydantic_core", "yaml", "rich", "xxhash", "zstandard.backend_c", "packaging", "pytest",
-    "hypothesis", "deadpool_plugin.config",
+    "torch", "numpy", "megatron.core.datasets.helpers_cpp", "deepspeed", "hjson", "einops", "msgpack", "tqdm",
+    "msgspec._core", "psutil", "pydantic", "pydantic_core._pydantic_core", "yaml", "rich", "xxhash",
+    "zstandard.backend_c", "packaging", "pytest", "hypothesis", "deadpool_plugin.config",
 )  # fmt: skip
 """Modules that must import. Of a compiled package its compiled part: a wheel for another Python lacks it."""
 LIBRARIES = ("torch", "megatron-core", "deepspeed", "numpy")
@@ -74,7 +74,8 @@ def parse_args() -> argparse.Namespace:
 def surroundings(commit: str) -> dict[str, Any]:
     """Hardware and versions. Raises: SystemExit if something is missing, with what."""
     if missing := [name for name in NEEDED if not there(name)]:
-        sys.exit(f"{sys.executable} lacks {', '.join(missing)}; expected what pyproject.toml names, and megatron-core")
+        expected = "what pyproject.toml names, megatron-core and DeepSpeed"
+        sys.exit(f"{sys.executable} lacks {', '.join(missing)}; expected {expected}")
     if not commit:
         sys.exit("git does not say which commit this is; expected --commit ID")
     if shutil.which("nvidia-smi") is None:

@@ -1,4 +1,4 @@
-"""A Megatron-core job of four ranks on one card: hosts and processes are lost, every loss judged bit for bit.
+"""Jobs of four ranks on one card, of Megatron-core and DeepSpeed: hosts and processes are lost, all judged by the bit.
 
     python scripts/gpu/job.py --out DIR                 by gpu_evidence.sh
     python scripts/gpu/job.py --out DIR --device cpu    the same over gloo, to try this script
@@ -49,7 +49,7 @@ STEPS, SPACING = 20, 4
 """Steps of a job, and from one of its faults to the next. Jobs of equal steps share their undisturbed run."""
 SIZES = {
     "megatron": "--hidden-size 64 --seq-length 64 --deterministic-mode --eval-interval 4 --use-distributed-optimizer",
-    "deepspeed": "--eval-interval 4 --samples 24",
+    "deepspeed": "--eval-interval 4 --samples 24 --deterministic-mode",
 }
 PIPELINE, TENSOR = "--pp 2", "--tp 2"
 OVERLAPPED = f"{TENSOR} --overlap-grad-reduce --overlap-param-gather"
@@ -259,7 +259,7 @@ def losses_fp16(place: Place, figures: Figures) -> None:
 
 
 def losses_zero(stage: int) -> Callable[[Place, Figures], None]:
-    """Make the check of DeepSpeed's engine with ZeRO of this stage: a host, a process, and a context that dies."""
+    """Make the check of DeepSpeed's engine with ZeRO `stage`. It loses a host, a process and a CUDA context."""
 
     def check(place: Place, figures: Figures) -> None:
         faults = [("node", "forward", 1), ("rank", "backward", 3), (DEAD_CONTEXT[place.device], "optimizer", 2)]
@@ -279,8 +279,8 @@ CHECKS = {
     "losses, overlapped communication": overlapped,
     "losses, fp16": losses_fp16,
 }
-ENGINES = {"losses, ZeRO 1": losses_zero(1), "losses, ZeRO 3": losses_zero(3)}
-"""DeepSpeed's: its modules are imported behind all that is above."""
+DEEPSPEED_CHECKS = {"losses, ZeRO 1": losses_zero(1), "losses, ZeRO 3": losses_zero(3)}
+"""The last: DeepSpeed is imported after the checks above. Over NCCL only, as train_deepspeed.py."""
 CARD_ONLY = {"CUDA graphs are refused by name"}
 """Megatron-core itself takes no such option where there is no card."""
 
@@ -296,9 +296,12 @@ def main() -> int:
     several = checks.run({PROBE: functools.partial(probe, place)}) == 0
     place = replace(place, over_gloo=args.device == "cuda" and not several)
     wanted = {name: check for name, check in CHECKS.items() if args.device == "cuda" or name not in CARD_ONLY}
+    engines = {} if place.over_gloo else DEEPSPEED_CHECKS
+    checks.plan([*map(place.named, wanted), *engines])
     checks.run({place.named(name): functools.partial(check, place) for name, check in wanted.items()})
-    forked_node.preload(forked_node.MODULES["deepspeed"], args.device)
-    checks.run({name: functools.partial(check, place) for name, check in ENGINES.items()})
+    if engines:
+        forked_node.preload(forked_node.MODULES["deepspeed"], args.device)
+        checks.run({name: functools.partial(check, place) for name, check in engines.items()})
     return checks.exit_code
 
 

@@ -51,6 +51,7 @@ BUDGET_S, ROUNDS_MIN, STEPS = {"cuda": 30.0, "cpu": 1.0}, 3, 6
 TRIES = 10
 TAKEN_S = 20.0
 WAITS = 1000
+"""Samples of each kind."""
 LATE_CYCLES = 200_000_000
 """About a tenth of a second, by which an update is late."""
 
@@ -87,7 +88,7 @@ class Mirror:
     """A Stager over `tensors`, and the steps it was given so far."""
 
     kept: ClassVar[list[SlotPair]] = []
-    """Slots of all mirrors: page-locked memory must not be unmapped (Stager._pin)."""
+    """Slots of all mirrors, twice a snapshot each: page-locked memory must not be unmapped (Stager._pin)."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.layout, self.step = Layout(tensors), -1
@@ -268,8 +269,8 @@ def step_time(device: str, figures: Figures) -> None:
 
 @of_speed
 def synchronization(device: str, figures: Figures) -> None:
-    """Microseconds of the host for each kind of wait that the plugin adds to a call, beside a kernel's launch. The
-    device has nothing else to do: what is measured is the way there and back."""
+    """Measure the host's time for each kind of wait that the plugin adds to a call, and for a kernel's launch. The
+    device has nothing to do: this is the way there and back."""
     value, event = torch.ones(1, device=device), torch.cuda.Event()  # type: ignore[no-untyped-call]
     host = torch.empty(1, pin_memory=True)
 

@@ -408,7 +408,8 @@ def _held() -> dict[str, int]:
 
 
 def _swapper(rank: int, swaps: int, stores: list[Cell], unwaited: list[Cell]) -> Any:
-    """The last results; after each swap what was held, and the seconds of its abort, and from there to a barrier."""
+    """Return the last results, what was held after each swap, and the seconds of its abort and from there to a
+    barrier."""
     groups = _groups(rank, stores[0].get())
     both = _both()
     results = [_battery(group) for group in both]
@@ -441,7 +442,7 @@ def test_swaps_leave_nothing_behind(swaps: int, figures: dict[str, Any]) -> None
         outcomes = fleet.values([fleet.fork(_swapper, rank, swaps, stores, unwaited) for rank in range(2)])
     for rank, (results, held, took) in enumerate(outcomes):
         assert results == [_expected(rank)] * 2
-        for name, seconds in zip(("abort", "rebuild"), zip(*took, strict=True), strict=True):
+        for name, seconds in zip(("abort", "rebuild_and_barrier"), zip(*took, strict=True), strict=True):
             figures[f"{name}_s_of_rank_{rank}"] = statistics.median(seconds)
         # A stream of torch's pool is made at its first use, and whatever belongs to it: half of the swaps see to that.
         late = held[swaps // 2 :]

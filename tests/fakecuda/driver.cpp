@@ -11,6 +11,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <thread>
 
 #include "device.h"
@@ -37,6 +38,7 @@ CUresult cuDriverGetVersion(int* version) {
 }
 
 CUresult cuDeviceGetCount(int* count) {
+  if (!is_initialised()) return CUDA_ERROR_NOT_INITIALIZED;
   *count = device_count();
   return CUDA_SUCCESS;
 }
@@ -116,16 +118,17 @@ cudaError_t cudaGetDriverEntryPointByVersion(
 
 // NVML: none of these initialises CUDA
 
-// As that of driver 580 it has a thread from its first call on, which is named as CUDA's are.
+// Like the NVML of driver 580: the first call starts a thread, named as CUDA's are.
 int nvmlInit() {
-  static bool begun = [] {
-    std::thread([] {
-      pthread_setname_np(pthread_self(), "cuda00000000000");
+  static std::once_flag once;
+  std::call_once(once, [] {
+    std::thread thread([] {
       for (;;) pause();
-    }).detach();
-    return true;
-  }();
-  return begun ? 0 : 999;
+    });
+    pthread_setname_np(thread.native_handle(), "cuda00000000000");  // before anybody looks
+    thread.detach();
+  });
+  return 0;
 }
 
 int nvmlInit_v2() { return nvmlInit(); }

@@ -22,6 +22,8 @@ from fakecuda.control import call, order, report
 from support.forked import Fleet
 from support.zygote import in_zygote
 
+from deadpool_plugin.launch.standby import has_initialised_cuda
+
 pytestmark = control.only_here
 NOT_SUPPORTED, INITIALIZATION_ERROR, ALREADY_REGISTERED, INVALID_VALUE = 801, 3, 712, 1
 ALREADY_MAPPED = 208
@@ -264,9 +266,11 @@ def test_a_fork_of_a_process_that_has_used_cuda_cannot_use_it():
 def test_a_fork_of_a_process_that_has_asked_nvml_only_can_use_cuda():
     assert torch.cuda.device_count() == 1
     names = {Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")}
-    assert any(name.startswith("cuda") for name in names)
+    assert any(name.startswith("cuda") for name in names) and not has_initialised_cuda()
     with Fleet() as fleet:
         assert fleet.values([fleet.fork(_error_of_child)]) == [0]
+    torch.zeros(1, device="cuda")
+    assert has_initialised_cuda()
 
 
 @in_zygote

@@ -19,15 +19,18 @@ from deadpool_plugin.launch.standby import Prewarm
 from deadpool_plugin.transport.unix import LocalConnection, listen_unix
 
 
-def hello_of_a_forked_process(monkeypatch, tmp_path, is_open, answer):
-    """One that was forked by the real standby process with CUDA's device open or not, and with a driver that answers
-    this to who would initialise it: order, command."""
-    device = (tmp_path / "nvidia-uvm").open("w")
+def hello_of_a_forked_process(monkeypatch, tmp_path, answer):
+    """Fork a process by the real standby process, for a driver that answers this to who counts devices, or for none
+    that is loaded. Return its order, and its command."""
     name = f"deadpool/test/{os.getpid()}/{tmp_path}"
     listener = listen_unix(name)
-    monkeypatch.setattr(standby, "_CUDA_DEVICE", device.name if is_open else "/dev/none")
-    driver = {} if answer is None else {"libcuda.so.1": SimpleNamespace(cuInit=lambda flags: answer)}
-    monkeypatch.setattr(ctypes, "CDLL", lambda name, **options: driver[name])
+
+    def loaded(name, mode):
+        if answer is None:
+            raise OSError(name)
+        return SimpleNamespace(cuDeviceGetCount=lambda count: answer)
+
+    monkeypatch.setattr(standby, "ctypes", SimpleNamespace(CDLL=loaded, byref=ctypes.byref, c_int=ctypes.c_int))
     monkeypatch.setenv("DEADPOOL_CONFIG", "")
     monkeypatch.setenv("DEADPOOL_SOCKET", name)
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -46,13 +49,13 @@ def hello_of_a_forked_process(monkeypatch, tmp_path, is_open, answer):
         os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize(
-    ("is_open", "answer", "lost"),
-    [(False, 3, False), (True, 3, True), (True, None, True), (True, 0, False), (True, 100, False)],
-)
-def test_a_process_that_inherits_an_initialised_cuda_is_executed_anew(monkeypatch, tmp_path, is_open, answer, lost):
+NOT_INITIALISED = 3
+
+
+@pytest.mark.parametrize(("answer", "lost"), [(None, False), (NOT_INITIALISED, False), (0, True)])
+def test_a_process_that_inherits_an_initialised_cuda_is_executed_anew(monkeypatch, tmp_path, answer, lost):
     before = os.environ.get(standby.NVML_CHECK)
-    order, command = hello_of_a_forked_process(monkeypatch, tmp_path, is_open, answer)
+    order, command = hello_of_a_forked_process(monkeypatch, tmp_path, answer)
     assert order == 5
     assert (command == ["script.py", ""]) is lost
     assert os.environ.get(standby.NVML_CHECK) == before, "the standby process's own"
@@ -75,7 +78,6 @@ def test_what_can_be_done_beforehand_is_done_after_the_imports_and_may_fail(monk
 
 @pytest.mark.parametrize(("devices", "lost"), [(0, False), (1, True)])
 def test_a_torch_for_cuda_loses_nothing_in_a_fork_on_a_host_without_a_device(monkeypatch, devices, lost):
-    monkeypatch.setattr(standby, "_CUDA_CONTROL", "/nowhere")
     cuda = SimpleNamespace(_is_in_bad_fork=lambda: True, device_count=lambda: devices)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    assert standby.cuda_is_lost() is lost
+    assert standby.torch_has_lost_devices() is lost

@@ -29,7 +29,7 @@ class Stream:
 
 
 class Event:
-    """Notes how many of all events are recorded in the one stream, and neither it nor a later one is waited for."""
+    """Event that counts how many are recorded and not waited for; a later one of the stream stands for it, too."""
 
     recorded: ClassVar[list[Event]] = []
     most = 0
@@ -70,7 +70,9 @@ def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeyp
     for name, attribute in fakes.items():
         monkeypatch.setattr(torch.cuda, name, attribute)
     monkeypatch.setattr(staging, "PIECE_BYTES", 16)
-    tensors = [torch.ones(3), torch.full((2,), 7.0).as_subclass(OnDevice), torch.arange(30.0), torch.ones(5, 6).T]
+    monkeypatch.setattr(staging, "COPY_BYTES", 1)
+    tensors = [torch.ones(3), torch.full((2,), 7.0).as_subclass(OnDevice), torch.arange(30.0), torch.rand(5, 6).T]
+    tensors += [torch.ones(()), torch.empty(0), torch.rand(30, 2)[:, 0]]
     layout = Layout(tensors)
     slots = SlotPair.create(0, 4096, layout.payload_bytes)
     link = fake(event=lambda kind, text: notes.append((kind, text)), send=sent.put, wake=lambda: None)
@@ -81,6 +83,10 @@ def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeyp
     assert isinstance(sent.get(), local.Staged)
     assert all(map(torch.equal, layout.views(slots.payload(0)), tensors))
     assert Event.most == 2 and not Event.recorded, "pieces under way"
+    tensors[2] += 1.0
+    stager.stage(1, 0, b"", b"")
+    assert isinstance(sent.get(), local.Staged)
+    assert all(map(torch.equal, layout.views(slots.payload(1)), tensors)) and not Event.recorded
     assert chosen == [(Stream.device, "deadpool-stager_0")]
     assert len(launches) == 1
     ((kind, text),) = notes
