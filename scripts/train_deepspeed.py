@@ -88,7 +88,8 @@ def parse_args() -> argparse.Namespace:
 def initialize(args: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(args.deterministic_mode)
+    if args.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
     deepspeed.init_distributed(verbose=False)
     random.seed(args.seed)
     np.random.seed(args.seed)

@@ -194,6 +194,7 @@ _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     ),
     *((partial(getattr, *attribute), partial(setattr, *attribute)) for attribute in _ATTRIBUTES),
     (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     *((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)) for kind in _DEVICES),
     *((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)) for kind in _DEVICES),
 ]

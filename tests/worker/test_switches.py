@@ -44,3 +44,16 @@ def test_so_is_precision_that_is_set_the_old_way():
     finally:
         rng.restore_switches(before)
     assert rng.capture_switches() == before
+
+
+def test_so_are_deterministic_algorithms():
+    before = rng.capture_switches()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    within = rng.capture_switches()
+    rng.restore_switches(before)
+    assert rng.capture_switches() == before != within and not torch.are_deterministic_algorithms_enabled()
+    try:
+        rng.restore_switches(within)
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        rng.restore_switches(before)
