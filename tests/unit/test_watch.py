@@ -643,7 +643,8 @@ def test_without_a_terminal_it_prints_lines_and_ends_with_the_job(tmp_path: Path
     assert "swap done" in ran.stdout and "step 25" in ran.stdout and "\x1b" not in ran.stdout
 
 
-def test_on_a_terminal_the_last_picture_stays(tmp_path: Path) -> None:
+def test_on_a_terminal_the_last_picture_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     write_job(tmp_path)
     screen = io.StringIO()
     watch.show_table(Follower(tmp_path), JobView(), Console(file=screen, force_terminal=True, width=120, height=40))
