@@ -27,7 +27,7 @@ from . import codec
 from .link import AgentLink
 
 PIECE_BYTES = 8 << 20  # 0.2 ms of PCIe
-COPY_BYTES = 64 << 10  # that a copy takes the time of, however small
+COPY_BYTES = 64 << 10  # a smaller copy counts as this much: it has a cost of its own
 SLOW_S, SLOW_STEPS = 1.0, 5  # reported: steps in a row that each wait longer, and for more than half their time
 
 
