@@ -41,8 +41,8 @@ from .worker import become
 DEFAULT_PRELOAD = ("torch", "torch.distributed")
 ENDING_S = 60.0  # longer than a large process takes to give back what it has, on a device and in memory
 _ORDER = "DEADPOOL_ORDER"
-Run = Callable[[local.RunRank, bool], object]
-"""The work of a forked process. The second argument: CUDA was initialised before it was forked."""
+Run = Callable[[local.RunRank], object]
+"""The work of a forked process."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Set, it lets `torch.cuda.is_available()`, which many modules ask as they are imported, leave CUDA alone."""
 _NICE = 10
@@ -114,6 +114,7 @@ class Standby:
         self._waiting: dict[int, tuple[local.RunRank, float]] = {}  # orders to stand in, and until when they may wait
         self._running = 0  # the order whose process runs the slot's rank, or is to; 0: all stand in
         self._prewarm = Prewarm()
+        self.cuda_is_taken = False  # from the process that was forked last
 
     def serve(self) -> NoReturn:
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of our descendants become ours
@@ -205,7 +206,7 @@ class Standby:
 
     def _fork(self, order: local.RunRank) -> None:
         self._prewarm.pause()
-        me, cuda_is_taken = os.getpid(), has_initialised_cuda()
+        me, self.cuda_is_taken = os.getpid(), has_initialised_cuda()
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of NVML's thread
@@ -218,7 +219,7 @@ class Standby:
                     signal.signal(number, signal.SIG_DFL)
                 for fd in (*self._signals, self._connection.fileno()):
                     os.close(fd)
-                self._run(order, cuda_is_taken)
+                self._run(order)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -252,8 +253,10 @@ def main(script: list[str]) -> NoReturn:
     if _ORDER in os.environ:
         become(config, local_rank, script, msgspec.json.decode(os.environ.pop(_ORDER), type=local.RunRank))
 
-    def run(order: local.RunRank, cuda_is_taken: bool) -> None:
-        if cuda_is_taken or torch_has_lost_devices():  # do it without anything that was imported before the fork
+    def run(order: local.RunRank) -> None:
+        if (
+            standby.cuda_is_taken or torch_has_lost_devices()
+        ):  # do it without anything that was imported before the fork
             say("the import of a module initialised CUDA: this process imports everything again", to=sys.stderr)
             os.environ[_ORDER] = msgspec.json.encode(order).decode()
             os.execv(sys.executable, [sys.executable, "-u", "-m", "deadpool_plugin.launch.standby", *script])
@@ -261,7 +264,8 @@ def main(script: list[str]) -> NoReturn:
 
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
     modules = config.preload if config.preload is not None else DEFAULT_PRELOAD
-    Standby(connection, local_rank, run, modules, max(config.phase_timeout_s, ENDING_S)).serve()
+    standby = Standby(connection, local_rank, run, modules, max(config.phase_timeout_s, ENDING_S))
+    standby.serve()
 
 
 if __name__ == "__main__":
