@@ -114,7 +114,7 @@ class Standby:
         self._waiting: dict[int, tuple[local.RunRank, float]] = {}  # orders to stand in, and until when they may wait
         self._running = 0  # the order whose process runs the slot's rank, or is to; 0: all stand in
         self._prewarm = Prewarm()
-        self.cuda_is_taken = False  # from the process that was forked last
+        self.cuda_is_taken = False  # this process had initialised CUDA when it forked last
 
     def serve(self) -> NoReturn:
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of our descendants become ours
@@ -254,9 +254,8 @@ def main(script: list[str]) -> NoReturn:
         become(config, local_rank, script, msgspec.json.decode(os.environ.pop(_ORDER), type=local.RunRank))
 
     def run(order: local.RunRank) -> None:
-        if (
-            standby.cuda_is_taken or torch_has_lost_devices()
-        ):  # do it without anything that was imported before the fork
+        if standby.cuda_is_taken or torch_has_lost_devices():
+            # do it without anything that was imported before the fork
             say("the import of a module initialised CUDA: this process imports everything again", to=sys.stderr)
             os.environ[_ORDER] = msgspec.json.encode(order).decode()
             os.execv(sys.executable, [sys.executable, "-u", "-m", "deadpool_plugin.launch.standby", *script])

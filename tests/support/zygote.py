@@ -25,10 +25,11 @@ from typing import Any
 from deadpool_plugin.host.proc import end_children
 from deadpool_plugin.transport.linux import PR_SET_CHILD_SUBREAPER, prctl
 
-ENDING_S = 60.0
 TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEADLINE_S = 900.0
 """A last resort; a test's own deadline (support.forked.Fleet, support.scripted_agent) comes first and says more."""
+ENDING_S = 60.0
+"""The longest that what a test leaves behind may take to end."""
 
 
 def in_zygote(function: Callable[..., None]) -> Callable[..., None]:
