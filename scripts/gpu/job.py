@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -258,14 +258,10 @@ def losses_fp16(place: Place, figures: Figures) -> None:
     train(place, figures, "losses-fp16", faults, precision=FP16)
 
 
-def losses_zero(stage: int) -> Callable[[Place, Figures], None]:
-    """Make the check of DeepSpeed's engine with ZeRO `stage`. It loses a host, a process and a CUDA context."""
-
-    def check(place: Place, figures: Figures) -> None:
-        faults = [("node", "forward", 1), ("rank", "backward", 3), (DEAD_CONTEXT[place.device], "optimizer", 2)]
-        train(replace(place, framework="deepspeed"), figures, f"zero{stage}", faults, f"--zero {stage}")
-
-    return check
+def losses_zero(place: Place, figures: Figures, stage: int) -> None:
+    """Lose a host, a process and a CUDA context of DeepSpeed's engine with ZeRO `stage`."""
+    faults = [("node", "forward", 1), ("rank", "backward", 3), (DEAD_CONTEXT[place.device], "optimizer", 2)]
+    train(replace(place, framework="deepspeed"), figures, f"zero{stage}", faults, f"--zero {stage}")
 
 
 CHECKS = {
@@ -279,7 +275,7 @@ CHECKS = {
     "losses, overlapped communication": overlapped,
     "losses, fp16": losses_fp16,
 }
-DEEPSPEED_CHECKS = {"losses, ZeRO 1": losses_zero(1), "losses, ZeRO 3": losses_zero(3)}
+DEEPSPEED_CHECKS = {f"losses, ZeRO {stage}": functools.partial(losses_zero, stage=stage) for stage in (1, 3)}
 """The last: DeepSpeed is imported after the checks above. Over NCCL only, as train_deepspeed.py."""
 CARD_ONLY = {"CUDA graphs are refused by name"}
 """Megatron-core itself takes no such option where there is no card."""
