@@ -23,7 +23,7 @@ from ..core.signatures import DEVICE, Activity
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
 from ..mirror.arena import SlotPair
 from ..transport.flight_recorder import Whereabouts
-from . import codec, copies, rng
+from . import codec, copies, rng, switches
 from .adapter import capture_rng, restore_rng
 from .calls import MAKES_STEP, Call, CallKind, CallLog, LoggedCall, forget
 from .context import Context
@@ -179,14 +179,14 @@ class Live:
         return [(iterator, iterator.position) for iterator in (*given, *self._context.tapes)]
 
     def _entry(self) -> Callable[[], None]:
-        framework, kernels = self._adapter.state.entry_state(), rng.capture_switches()
+        framework, kernels = self._adapter.state.entry_state(), switches.capture()
         random_states = self._at_entry = capture_rng(self._adapter, self._at_exit)
         if self._at_exit and random_states is not self._at_exit:
             self._log.drew(rng.drawn(self._at_exit, random_states))
 
         def restore() -> None:
             torch.clear_autocast_cache()
-            rng.restore_switches(kernels)
+            switches.restore(kernels)
             framework()
             restore_rng(self._adapter, random_states)
 

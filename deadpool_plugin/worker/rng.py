@@ -1,7 +1,8 @@
-"""Random states that a training call reads (Python's, numpy's and torch's own), and switches of torch.
+"""Random states that a training call reads: Python's, numpy's and torch's own.
 
-Rules of this file: a state is read a dozen times a step, so that Python's and numpy's are copied from memory. Where
-they lie is found by trial at import, on generators of our own. Where the trial fails, generators are asked.
+Rules of this file: a state is read a dozen times a step, with caches that training has filled: the number of functions
+and objects on the way is what it costs. So the generators' memory is copied as it is. Where it lies is found by trial
+at import, on generators of our own. Where a trial fails, the generator is asked.
 """
 
 from __future__ import annotations
@@ -10,119 +11,175 @@ import contextlib
 import ctypes
 import random
 import struct
-import sys
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import Unsupported
+from ..errors import Unsupported, invariant
 
-# Each of the three is a Mersenne Twister. Captured, it is (words, position, and what else it keeps): what it gives next
-# is made of the word at its position, and after the last word all are made anew.
+# Each of the three is a Mersenne Twister: what it gives next is made of the word at its position, and after the last
+# word all are made anew.
 WORDS = 624
-_TORCH_BEGIN, _TORCH_END = 24, 24 + 8 * WORDS  # of the words in torch's bytes, which end at 5,056
-_Twister = tuple[bytes, int, Any]
+_WORDS_BYTES = 4 * WORDS
+_PYTHON = struct.Struct(f"<I{_WORDS_BYTES}s")  # position, words
+_NUMPY = struct.Struct(f"<{_WORDS_BYTES}sI")  # words, position
+_NORMAL = struct.Struct("<i4xd")  # of numpy: whether the second of two normal values is kept, and that value
+_TORCH_TELLS = struct.Struct(f"<16xQ{2 * _WORDS_BYTES}s40x")  # position, words of twice the size
+_TORCH_BEFORE, _TORCH_BEHIND = 16, 28  # bytes before and behind these: seed and words left; normal values that are kept
 
 
-_Reader = Callable[[Any, int], _Twister]  # of a generator, and `at`: how far into its memory
-_PYTHON = struct.Struct(f"i{4 * WORDS}s")  # position and words
-_NUMPY = struct.Struct(f"{4 * WORDS}si")  # words and position
-_GAUSS = struct.Struct("i4xd")  # whether the second of two normal values is kept, and that value
+class _Memory:
+    """The state of a generator as it lies in memory. `words`, `position`: where in it they begin."""
+
+    def __init__(self, address: int, size: int, words: int = 0, position: int = 0) -> None:
+        self.bytes, self._size = (ctypes.c_char * size).from_address(address), size
+        self._words, self._position = slice(words, words + _WORDS_BYTES), slice(position, position + 4)
+
+    def capture(self) -> bytes:
+        return self.bytes.raw
+
+    def used(self, before: bytes, after: bytes) -> Any:
+        """Select from `before` what the same draws need: all but the words, the first one used up, and these words.
+
+        Returns: `before` itself if the generator was seeded between the two, or has made its words anew.
+        """
+        words, first, end = before[self._words], *(int.from_bytes(s[self._position], "little") for s in (before, after))
+        if words != after[self._words] or first >= end:
+            return before
+        return before[: self._words.start] + before[self._words.stop :], first, words[4 * first : 4 * end]
+
+    def restore(self, state: Any) -> None:
+        """Set a state, or what `used` has selected of one: words that it left out stay as they are."""
+        if not isinstance(state, bytes):
+            rest, first, used = state
+            words = bytearray(self.bytes.raw[self._words])
+            words[4 * first : 4 * first + len(used)] = used
+            state = b"".join((rest[: self._words.start], words, rest[self._words.start :]))
+        invariant(len(state) == self._size, "a random state was captured in another version of its library")
+        self.bytes.raw = state
 
 
-def _ask_python(generator: random.Random) -> _Twister:
-    version, words, gauss = generator.getstate()
-    return array("I", words[:-1]).tobytes(), words[-1], (version, gauss)
+class _Asked:
+    """The state of a generator that is asked for it, and told it."""
+
+    def __init__(self, capture: Callable[[], Any], restore: Callable[[Any], object]) -> None:
+        self.capture, self.restore = capture, restore
+
+    def used(self, before: Any, after: Any) -> Any:
+        return before
 
 
-def _read_python(generator: random.Random, at: int) -> _Twister:
-    position, words = _PYTHON.unpack(ctypes.string_at(id(generator) + at, _PYTHON.size))
-    return words, position, (random.Random.VERSION, generator.gauss_next)  # type: ignore[attr-defined]
+def _found(begin: int, size: int, tell: Callable[[], bytes], *draws: Callable[[], object]) -> int | None:
+    """Find how far behind `begin` is the only place where there is what `tell` returns, after each of `draws`."""
+    places = list(range(0, size, 4))
+    for draw in draws:
+        draw()
+        memory, told = ctypes.string_at(begin, size), tell()
+        places = [at for at in places if memory.startswith(told, at)]
+    return places[0] if len(places) == 1 else None
 
 
-def _ask_numpy(generator: np.random.RandomState) -> _Twister:
-    name, keys, position, *rest = cast("tuple[str, Any, int, int, float]", generator.get_state())
-    return keys.tobytes(), int(position), (name, int(rest[0]), float(rest[1]))
+_python: Any = random._inst  # type: ignore[attr-defined]
+_numpy: Any = np.random.mtrand._rand
+_engine: Any = _numpy._bit_generator
 
 
-def _read_numpy(generator: np.random.RandomState, at: int) -> _Twister:
-    engine = generator._bit_generator  # type: ignore[attr-defined]
-    words, position = _NUMPY.unpack(ctypes.string_at(engine.ctypes.state_address, _NUMPY.size))
-    return words, position, ("MT19937", *_GAUSS.unpack(ctypes.string_at(id(generator) + at, _GAUSS.size)))
+def _python_state() -> _Memory | _Asked:
+    def tell() -> bytes:
+        *words, position = ours.getstate()[1]
+        return _PYTHON.pack(position, array("I", words).tobytes())
+
+    ours = random.Random(1)
+    at = _found(id(ours), type(ours).__basicsize__, tell, *3 * [ours.random])
+    if at is None:
+        return _Asked(_python.getstate, _python.setstate)
+    return _Memory(id(_python) + at, _PYTHON.size, words=4)
 
 
-def _place(read: _Reader, size: int, ask: Callable[[Any], _Twister], generator: Any, *draws: str) -> int | None:
-    """Find the only `at` for which `read`, which needs `size` bytes there, tells what `ask` tells, after each draw."""
-    places = list(range(object.__basicsize__, type(generator).__basicsize__ - size + 1, 4))
+def _numpy_states() -> dict[str, _Memory | _Asked]:
+    """Return those of the words, and of the normal value."""
+
+    def tell() -> bytes:
+        _, words, position, *_ = ours.get_state()
+        return _NUMPY.pack(words.tobytes(), position)
+
+    def tell_normal() -> bytes:
+        return _NORMAL.pack(*ours.get_state()[3:])
+
+    def ask() -> tuple[Any, ...]:
+        name, words, *rest = _numpy.get_state()
+        return name, words.tobytes(), *rest
+
+    def restore(state: tuple[Any, ...]) -> None:
+        name, words, *rest = state
+        _numpy.set_state((name, np.frombuffer(words, dtype=np.uint32), *rest))
+
+    ours: Any = np.random.RandomState(1)
+    draws = [ours.rand, ours.randn, ours.rand, ours.randn]
     with contextlib.suppress(AttributeError):
-        for draw in draws:
-            getattr(generator, draw)()
-            asked = ask(generator)
-            places = [at for at in places if read(generator, at) == asked]
-        return places[0] if len(places) == 1 else None
-    return None
+        words = _found(ours._bit_generator.ctypes.state_address, _NUMPY.size, tell, *draws)
+        normal = _found(id(ours), type(ours).__basicsize__, tell_normal, *draws)
+        if words is not None and normal is not None:
+            return {
+                "numpy": _Memory(_engine.ctypes.state_address, _NUMPY.size, position=_WORDS_BYTES),
+                "normal": _Memory(id(_numpy) + normal, _NORMAL.size),
+            }
+    return {"numpy": _Asked(ask, restore)}
 
 
-_PYTHON_AT = _place(_read_python, _PYTHON.size, _ask_python, random.Random(1), "random", "random", "random")
-_NUMPY_AT = _place(_read_numpy, _GAUSS.size, _ask_numpy, np.random.RandomState(1), "rand", "randn", "rand", "randn")
+def _torch_state() -> _Memory | _Asked:
+    def tell() -> bytes:
+        position, words = _TORCH_TELLS.unpack(ours.get_state().numpy().tobytes())
+        return _PYTHON.pack(position, array("I", array("Q", words)).tobytes())
+
+    def is_whole(draw: Callable[[], object]) -> bool:
+        told, state = ours.get_state(), memory.capture()
+        draw()
+        memory.restore(state)
+        return torch.equal(ours.get_state(), told)
+
+    ours: Any = torch.Generator()
+    default: Any = torch.default_generator
+    before = _TORCH_BEFORE
+    draws = [partial(torch.randn, 1, generator=ours, dtype=kind) for kind in 2 * [torch.float, torch.double]]
+    with contextlib.suppress(AttributeError, struct.error):
+        usable_size = ctypes.CDLL(None).malloc_usable_size
+        usable_size.argtypes, usable_size.restype = [ctypes.c_void_p], ctypes.c_size_t
+        end = usable_size(ours._cdata)
+        at, size = _found(ours._cdata, end, tell, *draws), before + _PYTHON.size + _TORCH_BEHIND
+        if at is not None and before <= at <= end - size + before:
+            memory, found = (
+                _Memory(one._cdata + at - before, size, words=before + 4, position=before) for one in (ours, default)
+            )
+            if all(map(is_whole, draws)):
+                return found
+    return _Asked(torch.get_rng_state, torch.set_rng_state)
 
 
-def _capture_python() -> _Twister:
-    generator = random._inst  # type: ignore[attr-defined]
-    return _ask_python(generator) if _PYTHON_AT is None else _read_python(generator, _PYTHON_AT)
-
-
-def _capture_numpy() -> _Twister:
-    generator = np.random.mtrand._rand
-    if type(engine := generator._bit_generator) is not np.random.MT19937:
-        raise Unsupported(
-            f"numpy.random draws from {type(engine).__name__}",
-            "MT19937, its default: no other state is restored",
-            "leave numpy.random.set_bit_generator out",
-        )
-    return _ask_numpy(generator) if _NUMPY_AT is None else _read_numpy(generator, _NUMPY_AT)
-
-
-def _restore_python(words: bytes, position: int, rest: Any) -> None:
-    version, gauss = rest
-    random.setstate((version, (*array("I", words), position), gauss))
-
-
-def _restore_numpy(words: bytes, position: int, rest: Any) -> None:
-    name, *gauss = rest
-    np.random.set_state((name, np.frombuffer(words, dtype=np.uint32), position, *gauss))
-
-
-def _capture_torch() -> _Twister:
-    state = torch.get_rng_state().numpy().tobytes()
-    position = int.from_bytes(state[16:24], sys.byteorder) if len(state) == _TORCH_END + 40 else 0
-    return state[_TORCH_BEGIN:_TORCH_END], position, (state[:_TORCH_BEGIN], state[_TORCH_END:])
-
-
-def _restore_torch(words: bytes, position: int, rest: Any) -> None:
-    head, tail = rest
-    torch.set_rng_state(torch.frombuffer(bytearray(head + words + tail), dtype=torch.uint8))
-
-
-_TWISTERS: dict[str, tuple[Callable[[], _Twister], Callable[[bytes, int, Any], None], int]] = {
-    "python": (_capture_python, _restore_python, 4),
-    "numpy": (_capture_numpy, _restore_numpy, 4),
-    "torch": (_capture_torch, _restore_torch, 8),
-}
-"""How each is captured and restored, and the bytes of a word."""
+_GENERATORS: dict[str, _Memory | _Asked] = {"python": _python_state(), **_numpy_states(), "torch": _torch_state()}
+_HAS_DEVICES = torch.version.cuda is not None or torch.version.hip is not None  # it was built for NVIDIA's or AMD's
 
 
 def capture_host() -> dict[str, Any]:
-    """Copy the random states, as bytes: they are compared and kept at every call, and at every item of a loader."""
-    state: dict[str, Any] = {name: capture() for name, (capture, _, _) in _TWISTERS.items()}
-    is_built = torch.version.cuda is not None or torch.version.hip is not None  # for NVIDIA's devices or AMD's
-    if is_built and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # a loader may augment there
-        state["device"] = torch.cuda.get_rng_state()
-    return state
+    """Copy the random states: they are compared and kept at every call, and at every item of a loader.
+
+    Raises: Unsupported if numpy.random was given another engine.
+    """
+    if _numpy._bit_generator is not _engine:
+        raise Unsupported(
+            f"numpy.random draws from {type(_numpy._bit_generator).__name__}, which the script has set",
+            "the engine that numpy comes with: no other state is restored",
+            "leave numpy.random.set_bit_generator out",
+        )
+    states = {name: generator.capture() for name, generator in _GENERATORS.items()}
+    states["pair"] = _python.gauss_next  # the second of two normal values
+    if _HAS_DEVICES and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # a loader may augment there
+        states["device"] = torch.cuda.get_rng_state()
+    return states
 
 
 def drawn(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -130,27 +187,19 @@ def drawn(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
     A generator that nothing was drawn from is left out. One that was seeded, or has made all its words anew, is whole.
     """
-    found: dict[str, Any] = {}
-    for name, state in before.items():
-        if equal(state, after.get(name)):
-            continue
-        found[name] = state
-        if name in _TWISTERS:
-            (words, position, rest), (words_after, end, _), size = state, after[name], _TWISTERS[name][2]
-            if words == words_after and position < end:
-                found[name] = words[size * position : size * end], position, rest
-    return found
+    found = {name: state for name, state in before.items() if not equal(state, after.get(name))}
+    return found | {
+        name: _GENERATORS[name].used(state, after[name]) for name, state in found.items() if name in _GENERATORS
+    }
 
 
 def restore_host(state: dict[str, Any]) -> None:
     """Put back what `capture_host` has copied, or `drawn` selected. Words that it left out stay as they are."""
-    for name, (capture, restore, size) in _TWISTERS.items():
+    for name, generator in _GENERATORS.items():
         if name in state:
-            words, position, rest = state[name]
-            if len(words) < size * WORDS:
-                mine, begin = capture()[0], size * position
-                words = mine[:begin] + words + mine[begin + len(words) :]
-            restore(words, position, rest)
+            generator.restore(state[name])
+    if "pair" in state:
+        _python.gauss_next = state["pair"]
     if "device" in state:
         torch.cuda.set_rng_state(state["device"])
 
@@ -172,49 +221,11 @@ def equal(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(equal(value, right[key]) for key, value in left.items())
+        if left.keys() != right.keys():
+            return False
+        for name, value in left.items():
+            other = right[name]
+            if value is not other and not (value == other if type(value) is bytes else equal(value, other)):
+                return False
+        return True
     return bool(left == right)
-
-
-# ---- switches of torch that decide how a call computes: a redo has those of the call, not of the moment
-
-_CUDA, _CUDNN, _DEVICES = torch.backends.cuda, torch.backends.cudnn, ("cpu", "cuda")
-_ATTRIBUTES: list[tuple[Any, str]] = [
-    *((_CUDNN, name) for name in ("enabled", "benchmark", "deterministic")),
-    *((_CUDA.matmul, f"allow_{kind}_reduced_precision_reduction") for kind in ("fp16", "bf16")),
-    # Precision is read and set the new way, which tells of the old way, too; the old one raises where both were used.
-    *((owner, "fp32_precision") for owner in (torch.backends, _CUDA.matmul, _CUDNN)),
-    (getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision"),
-    *((getattr(_CUDNN, name, None), "fp32_precision") for name in ("conv", "rnn")),
-]
-_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    *(
-        (getattr(_CUDA, f"{kind}_sdp_enabled"), getattr(_CUDA, f"enable_{kind}_sdp"))
-        for kind in ("flash", "mem_efficient", "math", "cudnn")
-    ),
-    *((partial(getattr, *attribute), partial(setattr, *attribute)) for attribute in _ATTRIBUTES),
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    *((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)) for kind in _DEVICES),
-    *((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)) for kind in _DEVICES),
-]
-if hasattr(torch._C, "_get_sdp_priority_order"):
-    _SWITCHES.append((torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order))
-
-
-def capture_switches() -> list[Any]:
-    """Read every switch, for `restore_switches`; None stands for one that this torch does not have."""
-    return [_read(read) for read, _ in _SWITCHES]
-
-
-def restore_switches(values: list[Any]) -> None:
-    for (read, write), value in zip(_SWITCHES, values, strict=True):
-        if value is not None and value != _read(read):
-            write(value)
-
-
-def _read(read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except (RuntimeError, AttributeError):
-        return None
