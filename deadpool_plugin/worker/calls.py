@@ -8,6 +8,7 @@ step s; its last is the update that makes step s + 1. No rank is more than two s
 from __future__ import annotations
 
 import enum
+import functools
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
@@ -34,6 +35,9 @@ class CallKind(enum.Enum):
     FORWARD = "forward"  # runs the model; the first one of these is where start-up ends and training begins
     UPDATE = "update"  # the optimizer step: the shard changes inside it, and its return is the cut of a step
     STEP = "step"  # runs the model and updates it; inside it the adapter hands over the update, as a call of that kind
+    CLEAR = "clear"
+    """Clears gradients: it reads, draws and changes nothing else, and what the script has done before it is restored
+    with the next call. The states at its entry are captured only if it is interrupted."""
     FACT = "fact"
     """Asks what a spare would find otherwise (whether a file is there, parameters are alike), at any time: a spare is
     told what the rank itself was, plain data. `name` is the question."""
@@ -41,7 +45,6 @@ class CallKind(enum.Enum):
 
 
 RUNS_MODEL = frozenset({CallKind.FORWARD, CallKind.STEP})
-MAKES_STEP = frozenset({CallKind.UPDATE, CallKind.STEP})
 
 
 class Call:
@@ -67,9 +70,13 @@ class Call:
         return self.function(*self.args, **self.kwargs)
 
     @property
+    def makes_step(self) -> bool:
+        return self.kind is CallKind.UPDATE or self.kind is CallKind.STEP
+
+    @property
     def is_read(self) -> bool:
         """Whether its effects are read, whatever its value: gradients, buffers by the script, state by a snapshot."""
-        return self.kind in MAKES_STEP | RUNS_MODEL
+        return self.makes_step or self.kind is CallKind.FORWARD
 
     @property
     def evaluates(self) -> bool:
@@ -110,12 +117,13 @@ class LoggedCall:
 
     call: Call
     segment: int
-    restore_entry: Callable[[], None]  # puts the state before it back
+    restore_entry: Callable[[], None] | None  # puts the state before it back; None: as it is
     iterators: list[tuple[RewindIterator, int]] = field(default_factory=list)  # it may read from, and where they stood
     ends: list[int] = field(default_factory=list)  # where they stood when it was done
 
     def rewind(self) -> None:
-        self.restore_entry()
+        if self.restore_entry is not None:
+            self.restore_entry()
         for iterator, position in self.iterators:
             iterator.rewind(position)
 
@@ -129,6 +137,7 @@ class CallLog:
         self._calls: list[LoggedCall] = []
         self._records = defaultdict[int, list[bytes]](list)
         self._bytes = 0  # of records since the last cut
+        self._drew_at = 0  # of these the one before which the script has drawn, if it has
 
     def add(self, logged: LoggedCall, outcome: Any, read: int = 0) -> codec.TooLarge | None:
         """Keep a call, and encode its record at once, before the script may change anything in it.
@@ -136,7 +145,6 @@ class CallLog:
         Args: outcome: what a rank that skips this call must find; read: digest of what the script had read for it.
         Returns: what of the outcome such a rank cannot find, if anything.
         """
-        logged.ends = [iterator.position for iterator, _ in logged.iterators]
         self._calls.append(logged)
         records = self._records[self.step]
         if len(records) >= CALLS_MAX:
@@ -145,23 +153,25 @@ class CallLog:
                 f"at most {CALLS_MAX} between two optimizer steps",
                 f"evaluate less at a time, or {WHOLE_STEP}",
             )
+        logged.ends = [iterator.position for iterator, _ in logged.iterators]
         pulls = [iterator.pulled_since(position) for iterator, position in logged.iterators]
-        large = codec.too_large(outcome)  # of which nothing is kept then: nobody may follow past it
-        if self._keep([logged.call.name, large or outcome, pulls, read]):
-            return large
-        lacking = codec.TooLarge(f"results of more than {RECORDS_BYTES_MAX >> 20} MiB since the last step")
-        records.append(codec.encode([logged.call.name, lacking, [], 0]))
+        lacking = codec.too_large(outcome)  # nothing of it is kept then
+        if not self._keep(len(records), [logged.call.name, lacking or outcome, pulls, read]):
+            lacking = codec.TooLarge(f"results of more than {RECORDS_BYTES_MAX >> 20} MiB since the last step")
+            records.append(codec.encode([logged.call.name, lacking, [], 0]))
+        if logged.restore_entry is not None:
+            self._drew_at = len(records)
         return lacking
 
     def drew(self, states: dict[str, Any]) -> None:
-        """Record what the script has drawn since the last call: who follows draws from these `states`, too."""
-        self._keep([RANDOM_STATES, states, [], 0])
+        """Record what the script has drawn since states were captured: who follows draws from these `states`, too."""
+        self._keep(self._drew_at, [RANDOM_STATES, states, [], 0])
 
-    def _keep(self, record: list[Any]) -> bool:
-        encoded = codec.encode(record)
+    def _keep(self, place: int, record: list[Any]) -> bool:
+        encoded = _encoded_nothing(record[0]) if record[1:] == _NOTHING else codec.encode(record)
         self._bytes += len(encoded)  # nothing fits after one that did not: nobody may follow past it
         if fits := self._bytes <= RECORDS_BYTES_MAX:
-            self._records[self.step].append(encoded)
+            self._records[self.step].insert(place, encoded)
         return fits
 
     def after_cut(self, step: int) -> list[LoggedCall]:
@@ -173,14 +183,24 @@ class CallLog:
 
     def prune(self, step: int) -> None:
         """Forget what no swap asks for after the cut of `step`. Raises: Unsupported if the rest is not what it was."""
-        self.step, self._bytes, self.oldest = step, 0, max(self.oldest, step - DEPTH)
+        self.step, self.oldest = step, max(self.oldest, step - DEPTH)
+        self._bytes = self._drew_at = 0
         self._calls = self.after_cut(self.oldest)
         self._records.pop(self.oldest - 1, None)
         self.iterators.keep_only([start for logged in self._calls for start in logged.iterators])
         for logged in self._calls:  # so at the first cuts of a job, not in its first swap
             logged.call.check()
-            for (iterator, start), end in zip(logged.iterators, logged.ends, strict=True):
-                iterator.check(start, end)
+            if logged.iterators:
+                for (iterator, start), end in zip(logged.iterators, logged.ends, strict=True):
+                    iterator.check(start, end)
+
+
+_NOTHING: list[Any] = [None, [], 0]  # the rest of the record of a call that tells and reads nothing
+
+
+@functools.lru_cache(256)
+def _encoded_nothing(name: str) -> bytes:
+    return codec.encode([name, *_NOTHING])
 
 
 def forget(error: BaseException | None) -> None:

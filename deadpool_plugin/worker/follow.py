@@ -27,7 +27,7 @@ from ..mirror.records import unpack
 from ..transport import linux
 from . import codec, rng
 from .adapter import restore_rng
-from .calls import MAKES_STEP, RANDOM_STATES, RUNS_MODEL, Call, CallKind
+from .calls import RANDOM_STATES, RUNS_MODEL, Call, CallKind
 from .context import Context
 from .file_view import FileView
 from .iterators import IteratorTable, prove
@@ -89,7 +89,7 @@ class Follow:
                     self._passed_over[iterator.inner] = pulled, *place
         error = codec.decode_error(outcome) if call.kind is CallKind.SAVE else None
         value = call.skipped(outcome) if error is None else None
-        if call.kind in MAKES_STEP:
+        if call.makes_step:
             self._step += 1
             self._more()  # the cut: a take-over begins here, before the script goes on
         self._draw_alike()

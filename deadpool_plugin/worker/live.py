@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..comm.collective import Operation
 from ..comm.fabric import HandleWork
+from ..comm.generations import Generations
 from ..comm.handle import Handle
 from ..core import local
 from ..core.signatures import DEVICE, Activity
@@ -25,7 +26,7 @@ from ..mirror.arena import SlotPair
 from ..transport.flight_recorder import Whereabouts
 from . import codec, copies, rng, switches
 from .adapter import capture_rng, restore_rng
-from .calls import MAKES_STEP, Call, CallKind, CallLog, LoggedCall, forget
+from .calls import Call, CallKind, CallLog, LoggedCall, forget
 from .context import Context
 from .iterators import RewindIterator
 from .link import JobEnded, give_up
@@ -35,6 +36,22 @@ from .saving import Flight, SaveCall
 from .staging import Layout, Stager
 
 PROGRESS_EVERY_S = 1.0  # shortest time between two messages of progress; a stall's limit is several times this
+
+
+class _Inside:
+    """Encloses the execution of a call. Raises: GenerationChanged instead of an exception that follows from it."""
+
+    def __init__(self, generations: Generations, slots: SlotPair) -> None:
+        self._generations, self._slots, self.is_entered = generations, slots, False
+
+    def __enter__(self) -> None:
+        self.is_entered = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.is_entered = False
+        if kind is not None and issubclass(kind, Exception):
+            # An NCCL abort ends kernels without an error: whatever a call computes afterwards is meaningless.
+            self._generations.check_heard(self._slots.announced)
 
 
 class Live:
@@ -49,8 +66,8 @@ class Live:
         when_imported("torch._dynamo.callback", lambda module: _note_compilations(module.callback_handler, self._place))
         self._stager = Stager(layout, self._adapter.state.changing, slots, context.link)
         self._log = CallLog(step)
-        self.inside = False  # a call is being executed,
-        self._updated = False  # and it has made an update
+        self._inside = _Inside(self._groups.generations, slots)
+        self._updated = False  # the call being executed has made an update
         self._results = copies.on_host()  # of what the newest call told
         self._loss: float | None = None
         self._error = ""  # that a failed call gave the script, which must not go on after it
@@ -63,17 +80,23 @@ class Live:
         self._restored_data: Sequence[bytes | None] = ()  # and the states of its data
         self._swap_began: float | None = None
 
+    @property
+    def inside(self) -> bool:
+        return self._inside.is_entered
+
     # ---- what the script asks for
 
     def call(self, call: Call) -> Any:
         """Make a call of the framework; the adapter puts this around each."""
-        if self.inside:
+        if self._inside.is_entered:
             if call.kind is CallKind.UPDATE:
                 self._updated = True
                 self._wait_for_gate()
             return call()
         self._get_on()
         self._begin()
+        if call.kind is CallKind.CLEAR:
+            return self._clear(call)
         data, found = self._log.iterators.wrap(call.kwargs.get("data_iterator"))
         if found:
             call.kwargs["data_iterator"] = data
@@ -95,9 +118,18 @@ class Live:
         self._done(logged, call.outcome(value), read)
         loss = call.loss(value, self._results)
         self._loss = loss if loss is not None else self._loss
-        if call.kind in MAKES_STEP:
+        if call.makes_step:
             self._cut()
         self._results = copies.on_host()  # the old ones keep the script's tensors, and their graph
+        return value
+
+    def _clear(self, call: Call) -> Any:
+        read, logged = self._context.tapes.take_digest(), LoggedCall(call, self._log.step, None)
+        value = self._run(logged)
+        if logged.restore_entry is None:
+            self._log.add(logged, value, read)
+        else:
+            self._done(logged, value, read)
         return value
 
     def _get_on(self) -> None:
@@ -109,9 +141,10 @@ class Live:
 
     def collective(self, handle: Handle, operation: Operation) -> Any:
         """Issue a collective; outside any call it is a call of its own, done to the end before it returns."""
-        self._get_on()
-        if self.inside:
+        if self._inside.is_entered:
+            self._get_on()
             return self._groups.issue(handle, operation)
+        self._get_on()
         self._begin()
         given, written = operation.tensors(), operation.outputs()
         kept = Operation(*copies.replaced(operation, copies.copied))  # of a device in host memory after the call
@@ -203,6 +236,8 @@ class Live:
                 if logged.call.kind is not CallKind.SAVE:  # which is redone, and told to who follows, as failed
                     self._error = f"{logged.call.name} raised {type(error).__name__}: {error}"
                 raise
+            if logged.restore_entry is None:
+                logged.restore_entry, logged.iterators = self._entry(), self._places()
             self._swap()
             logged.rewind()
 
@@ -217,7 +252,7 @@ class Live:
         self._groups.generations.check()
         self._results = copies.on_host()
         activity = Activity.SAVE if call.kind is CallKind.SAVE else self._step_is
-        with self._executing(), self._place.within(Activity.EVALUATION if call.evaluates else activity, call.name):
+        with self._inside, self._place.within(Activity.EVALUATION if call.evaluates else activity, call.name):
             if call.kind is CallKind.UPDATE:
                 self._wait_for_gate()
             if isinstance(call, SaveCall):
@@ -241,19 +276,6 @@ class Live:
                 self._place.go_on()
             self._groups.generations.check_heard(self._slots.announced)
         return value
-
-    @contextlib.contextmanager
-    def _executing(self) -> Iterator[None]:
-        """Raises: GenerationChanged instead of an exception that follows from it."""
-        self.inside = True
-        try:
-            yield
-        except Exception:
-            # An NCCL abort ends kernels without an error: whatever a call computes afterwards is meaningless.
-            self._groups.generations.check_heard(self._slots.announced)
-            raise
-        finally:
-            self.inside = False
 
     def _done(self, logged: LoggedCall, outcome: Any, read: int = 0) -> None:
         """Record a call: the script gets its value now, and what it draws from here on is its own."""
@@ -349,7 +371,7 @@ class Live:
         self._groups.rebuild(order.generation, order.store)
         _let_device_rest()  # until `rebuild` had let them rest gloo's threads copied results to the device
         # calls and collectives of ours, not the script's, are neither logged nor redone
-        with self._executing():
+        with self._inside:
             self._adapter.state.clean()  # after `rebuild`, which lets operations in flight write their last
             took, groups = time.monotonic() - began, len(self._groups.handles)
             self._link.event("GroupsRebuilt", rank=self._rank, groups=groups, duration_s=took)
@@ -380,7 +402,7 @@ class Live:
             what = f"{call.name} after step {segment}, done again on rank {self._rank} in a swap"
             why = f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
             self._link.event("Note", text=f"{what}, failed ({why}); the script has had its answer, training goes on")
-        if call.kind in MAKES_STEP:
+        if call.makes_step:
             self._step_is = Activity.STEP
             self.stage(segment + 1)
             self._report_first_step(segment + 1)

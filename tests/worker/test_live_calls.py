@@ -15,7 +15,7 @@ from support.zygote import in_zygote
 
 from deadpool_plugin.comm.collective import Operation
 from deadpool_plugin.comm.fabric import HandleWork
-from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.errors import Unsupported, present
 from deadpool_plugin.worker import calls, codec, copies, live
 from deadpool_plugin.worker.calls import Call, CallKind
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
@@ -367,7 +367,7 @@ def test_a_collective_between_calls_allocates_nothing_on_the_device_and_is_waite
     costs = [_counted(lambda: rank.collective(fake(), Operation("allreduce", ([given],)))) for _ in range(3)]
     assert costs == [(1, 1, 0)] * 3, "its own kernel only"
     (call, *_), *_ = [rank._log.after_cut(0)]
-    call.restore_entry()
+    present(call.restore_entry, "a collective is no CLEAR")()
     assert given.tolist() == [0.0, 8.0, 16.0, 24.0], "the script has it; what it was is a copy"
     call.rewind()
     call.call()

@@ -131,16 +131,28 @@ def test_a_process_that_draws_alike_keeps_its_whole_state():
         assert rng.equal(rng.capture_host(), before)
 
 
-def test_a_loop_that_draws_between_calls_that_draw_is_followed_alike():
+@pytest.mark.parametrize("interrupted", (False, True))
+def test_a_loop_that_draws_between_calls_that_draw_is_followed_alike(interrupted):
     def dropout() -> float:
         return float(torch.rand(50).sum()) + random.random()
+
+    def draw_some(number: int) -> list[Any]:
+        return [draw() for _ in range(number % 3) for name, draw in DRAWS.items() if name != "after seeding"]
+
+    def clear(one: Any) -> None:
+        if interrupted and isinstance(one, Rank) and one.swaps < one.clears:
+            one.generations.announce(one.clears)
+        return None
 
     def script(one: Any) -> list[Any]:
         found: list[Any] = []
         for number in range(120):
             found.append(one.call(Call("call", CallKind.PLAIN, dropout)))
-            for _ in range(number % 3):
-                found += [draw() for name, draw in DRAWS.items() if name != "after seeding"]
+            found += draw_some(number)
+            for again in range(number % 4):
+                one.clears = number // 4
+                assert one.call(Call("clear", CallKind.CLEAR, lambda: clear(one))) is None
+                found += draw_some(number + again)
             found.append(torch.rand(3).tolist() if number % 7 == 5 else None)
         return [*found, one.call(Call("last", CallKind.PLAIN, int))]
 
@@ -151,4 +163,4 @@ def test_a_loop_that_draws_between_calls_that_draw_is_followed_alike():
         move(1, 10)
         mine = follower(rank)
         assert script(mine) == expected
-        assert not mine._records
+        assert not mine._records and rank.swaps == (29 if interrupted else 0)

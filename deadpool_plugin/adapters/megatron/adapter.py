@@ -70,7 +70,7 @@ class MegatronAdapter(FrameworkAdapter):
         after_init(Timer, self._timers.append)
         wrap_call = functools.partial(wrap, handler, calls=self.calls)
         DistributedDataParallel.no_sync = bookkeeping.no_sync
-        wrap_call(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
+        wrap_call(DistributedDataParallel, "zero_grad_buffer", CallKind.CLEAR)
         wrap_call(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
         for owner, name in bookkeeping.reductions():
             wrap_call(owner, name, CallKind.PLAIN, made=bookkeeping.Reduction)
@@ -83,7 +83,7 @@ class MegatronAdapter(FrameworkAdapter):
             if "step" in vars(cls):
                 wrap_call(cls, "step", CallKind.UPDATE)
             if "zero_grad" in vars(cls):
-                wrap_call(cls, "zero_grad", CallKind.PLAIN)
+                wrap_call(cls, "zero_grad", CallKind.CLEAR)
             if "sharded_state_dict" in vars(cls):
                 wrap_call(cls, "sharded_state_dict", CallKind.PLAIN, made=saving.ShardedState)
             if "step_with_ready_grads" in vars(cls):
@@ -180,11 +180,17 @@ def _subclasses(cls: type) -> set[type]:
 
 def _mean(reported: Any) -> float | None:
     """Return the mean of a number, or of a sum and its count; None for anything else (logits, say)."""
-    parts = reported if isinstance(reported, (tuple, list)) else [reported]
-    are_numbers = all(isinstance(part, (bool, int, float, torch.Tensor)) for part in parts)
-    if not are_numbers or not 1 <= sum(torch.as_tensor(part).numel() for part in parts) <= 2:
+    numbers: list[float] = []
+    for part in reported if isinstance(reported, (tuple, list)) else [reported]:
+        if isinstance(part, torch.Tensor) and part.numel() <= 2:
+            numbers += part.detach().flatten().tolist() if part.dim() else [part.item()]
+        elif isinstance(part, (bool, int, float)):
+            numbers.append(part)
+        else:
+            return None
+    if not 1 <= len(numbers) <= 2:
         return None
-    total, *count = [float(number) for part in parts for number in torch.as_tensor(part).detach().flatten().tolist()]
+    total, *count = map(float, numbers)
     return total / count[0] if count and count[0] else total
 
 
