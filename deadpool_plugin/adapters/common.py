@@ -17,6 +17,7 @@ from ..worker.patching import Function as Function, around
 REMEDY = "or run this job without deadpool_plugin"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PLAIN = (bool, int, float, str, type(None), tuple, list)
+_PLAIN = frozenset(PLAIN)
 
 
 class Nesting:
@@ -180,12 +181,17 @@ class AdamState:
 
     def scalars(self) -> list[Scalars]:
         """Collect learning rates, betas and the like of all groups. Raises: Unsupported for other than plain data."""
-        for key, value in (item for group in self.groups for item in group.items()):
-            if key != "params" and not isinstance(value, PLAIN):
-                raise Unsupported(
-                    f"parameter group entry {key!r} is {type(value).__name__}", "plain data", f"leave it out, {REMEDY}"
-                )
-        return [{key: value for key, value in group.items() if key != "params"} for group in self.groups]
+        found = []
+        for group in self.groups:
+            values = dict(group)
+            del values["params"]
+            if not _PLAIN.issuperset(map(type, values.values())):
+                for key, value in values.items():
+                    if not isinstance(value, PLAIN):
+                        what = f"parameter group entry {key!r} is {type(value).__name__}"
+                        raise Unsupported(what, "plain data", f"leave it out, {REMEDY}")
+            found.append(values)
+        return found
 
     def load_scalars(self, saved: Sequence[Scalars]) -> None:
         for group, values in zip(self.groups, saved, strict=True):

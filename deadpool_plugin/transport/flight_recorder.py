@@ -9,11 +9,10 @@ belongs to one generation. Groups that find no room are compared at cuts all the
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from ..core.messages import GroupCalls, Place
 from ..core.signatures import FACTOR, Activity, share
@@ -118,16 +117,9 @@ class Whereabouts:
         self._waiting = _NOWHERE
         self._write()
 
-    @contextlib.contextmanager
-    def within(self, activity: Activity, call: str) -> Iterator[None]:
+    def within(self, activity: Activity, call: str) -> _Within:
         """Enclose an activity, which may be within another one."""
-        before = self.enter(activity, call)
-        try:
-            yield
-        except BaseException:
-            self.leave(before, whole=False)
-            raise
-        self.leave(before)
+        return _Within(self, activity, call)
 
     def made(self, step: Step) -> None:
         """Note a step. A first save or evaluation ends with it: it may be many calls, and its first one short."""
@@ -150,6 +142,19 @@ class Whereabouts:
             self._area, _PLACE_AT, self._changes, self._activity, waits, self._step, longest, peer, self._call,
             operation, group,
         )  # fmt: skip
+
+
+class _Within:
+    __slots__ = ("_activity", "_before", "_call", "_place")
+
+    def __init__(self, place: Whereabouts, activity: Activity, call: str) -> None:
+        self._place, self._activity, self._call = place, activity, call
+
+    def __enter__(self) -> None:
+        self._before = self._place.enter(self._activity, self._call)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._place.leave(self._before, whole=kind is None)
 
 
 _NOWHERE = (False, -1, b"", b"")  # it waits for nobody

@@ -39,6 +39,8 @@ class TooLarge:
 
 def too_large(value: Any) -> TooLarge | None:
     """Make the stand-in for the first tensor in `value` above the limit."""
+    if type(value) in PLAIN:
+        return None
     if isinstance(value, torch.Tensor):
         return TooLarge.tensor(*_form(value)) if not is_recorded(value) else None
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -59,7 +61,7 @@ def is_recorded(tensor: torch.Tensor) -> bool:
 
 def encode(value: Any) -> bytes:
     """Encode `value`. Raises: Unsupported, which names the type that is neither plain data nor a tensor."""
-    return msgspec.msgpack.encode(_prepare(value))
+    return _encoder.encode(_prepare(value))
 
 
 def joined(encoded: Sequence[bytes]) -> bytes:
@@ -76,7 +78,7 @@ def _prepare(value: Any) -> Any:
     if kind in PLAIN:
         return value
     if isinstance(value, dict):
-        return {key: _prepare(item) for key, item in value.items()}
+        return {key: item if type(item) in PLAIN else _prepare(item) for key, item in value.items()}
     if isinstance(value, list):
         return _prepare_items(value)
     if isinstance(value, tuple):
@@ -107,7 +109,7 @@ def _prepare_items(items: Sequence[Any]) -> Sequence[Any]:
     # Many small integers (the order of an epoch) go as they are: a tenth of the time.
     if set(map(type, items)) == {int} and max(max(items), -min(items)).bit_length() <= INTEGER_BITS_MAX:
         return items
-    return [_prepare(item) for item in items]
+    return [item if type(item) in PLAIN else _prepare(item) for item in items]
 
 
 def _form(tensor: torch.Tensor) -> tuple[str, list[int]]:
@@ -129,6 +131,7 @@ def _restore(code: int, data: memoryview) -> Any:
     return tensor if device == "cpu" else tensor.to(device)
 
 
+_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ext_hook=_restore)
 
 

@@ -195,9 +195,21 @@ class Values:
     def __init__(self, modules: Iterable[torch.nn.Module], is_theirs: Callable[[str], bool] = lambda _: False) -> None:
         self._noted = [_Noted(module, is_theirs) for module in modules]
         self._newest: ByModule = {}
+        self._watch()
+
+    def _watch(self) -> None:
+        watched = [one for one in self._noted if not one.is_left_alone]
+        self._attributes, self._looks = [one.attributes for one in watched], [one.look for one in watched]
+        self._first = [one.size for one in watched], [one.looked for one in watched]
 
     def changed(self) -> ByModule:
         """Return the same object as long as nothing changes: many calls keep it."""
+        with contextlib.suppress(KeyError, RuntimeError, ValueError):
+            looked = [*map(len, self._attributes)], [*map(operator.call, self._looks, self._attributes)]
+            if looked == self._first:
+                if self._newest:
+                    self._newest = {}
+                return self._newest
         suspects: Iterable[int] = range(len(self._noted))
         with contextlib.suppress(KeyError, RuntimeError, ValueError):  # one is gone, or is an array now
             suspects = [
@@ -208,6 +220,7 @@ class Values:
         found = {number: values for number in suspects if (values := self._noted[number].changed())}
         if found != self._newest:
             self._newest = found
+        self._watch()
         return self._newest
 
     def load(self, values: ByModule) -> None:

@@ -7,7 +7,9 @@ values of tensors on a device, are left out. Of large arrays it is of blocks spr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,12 +49,16 @@ def combined(digests: Sequence[int]) -> int:
 
 def _feed(state: Any, value: Any, items: int, depth: int) -> None:
     if isinstance(value, torch.Tensor):
-        state.update(f"{value.dtype}{list(value.shape)}".encode())
-        is_known = type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu"
+        state.update(_form(value.dtype, value.shape))
+        is_known = type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_cpu
         is_lazy = value.is_quantized or value.is_conj() or value.is_neg()
-        if is_known and value.layout == torch.strided and not is_lazy:
-            plain = value.detach()
-            _feed_array(state, plain.view(_NUMPYS.get(plain.element_size(), plain.dtype)).numpy())
+        if is_known and value.layout is torch.strided and not is_lazy:
+            if value.is_contiguous():  # a batch is digested in every step: with as few of torch's functions as can be
+                if value.nbytes:
+                    _feed_bytes(state, memoryview((ctypes.c_ubyte * value.nbytes).from_address(value.data_ptr())))
+            else:
+                plain = value.detach()
+                _feed_array(state, plain.view(_NUMPYS.get(plain.element_size(), plain.dtype)).numpy())
     elif isinstance(value, np.ndarray):
         if value.dtype != object:
             state.update(f"{value.dtype.str}{value.shape}".encode())
@@ -82,10 +88,18 @@ def _feed(state: Any, value: Any, items: int, depth: int) -> None:
             _feed(state, getattr(value, field.name, None), items, depth + 1)
 
 
+@functools.lru_cache(4096)
+def _form(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype}{list(shape)}".encode()
+
+
 def _feed_array(state: Any, array: np.ndarray[Any, Any]) -> None:
     if not array.flags.c_contiguous and array.nbytes > WHOLE_BYTES_MAX:
         array = array.flat[:: -(-array.size // _ITEMS_MAX)]
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    _feed_bytes(state, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _feed_bytes(state: Any, data: Any) -> None:
     if data.nbytes <= WHOLE_BYTES_MAX:
         state.update(data)
         return

@@ -36,6 +36,7 @@ CONSUME = "consume_seqlen_stats_in_iteration"
 LENGTHS = ("_seqlen_stats_in_iteration", "_seqlen_stats_active")
 """Globals there: lengths of packed sequences, added up by forwards, reduced and cleared after the cut."""
 MACHINE = "megatron.core.rerun_state_machine"
+_IMMUTABLE = {bool, int, float, str, type(None)}
 MAXIMA = ("large_value_counts", "max_values")
 """Attributes of the rerun state machine: the largest values of a loss so far decide which ones it does not expect."""
 
@@ -70,7 +71,11 @@ def noted() -> dict[str, Entry]:
     for name, entry in _live().items():
         if fields := {key: value for key, value in entry.items() if name != LOOP or key in LENGTHS}:
             found[name] = {
-                key: (True, names[value]) if isinstance(value, c10d.ProcessGroup) else (False, _copied(value))
+                key: (False, value)
+                if type(value) in _IMMUTABLE
+                else (True, names[value])
+                if isinstance(value, c10d.ProcessGroup)
+                else (False, _copied(value))
                 for key, value in fields.items()
             }
     return found

@@ -176,12 +176,15 @@ class Learned:
         # (`has_grad_norm_group`). A rank that lacks an answer its peers have would issue a collective that they do not.
         self._owners = [vars(optimizer) for optimizer in optimizers]
         self._first = [_plain_values(owner) for owner in self._owners]
+        self._types = [[*map(type, owner.values())] for owner in self._owners]
 
     def changed(self) -> list[Scalars]:
         """Return what is new or different since training began, per optimizer."""
         return [
-            {name: value for name, value in _plain_values(owner).items() if name not in first or first[name] != value}
-            for owner, first in zip(self._owners, self._first, strict=True)
+            {}
+            if [*map(type, owner.values())] == types and [*map(owner.get, first)] == [*first.values()]
+            else {name: one for name, one in _plain_values(owner).items() if name not in first or first[name] != one}
+            for owner, first, types in zip(self._owners, self._first, self._types, strict=True)
         ]
 
     def load(self, saved: list[Scalars]) -> None:
