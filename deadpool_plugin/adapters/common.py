@@ -170,7 +170,10 @@ class AdamState:
 
     def steps(self) -> list[float | None]:
         """Return the updates counted beside each master. None: they are counted in its group."""
-        return [float(state["step"]) if "step" in state else None for state in self.states()]
+        steps: list[Any] = [state.get("step") for state in self.states()]
+        if steps and all(isinstance(step, torch.Tensor) and step.is_cpu for step in steps):
+            return list(map(float, torch.stack(steps).tolist()))  # as one: they are as many as parameters
+        return [None if step is None else float(step) for step in steps]
 
     def load_steps(self, steps: Sequence[float | None]) -> None:
         for state, step in zip(self.states(), steps, strict=True):

@@ -135,6 +135,7 @@ class CallLog:
         self.iterators = IteratorTable()
         self.step = self.oldest = first  # steps made, and the oldest one that can be gone back to
         self._calls: list[LoggedCall] = []
+        self._given: list[LoggedCall] = []  # those of them that were given what the script could change
         self._records = defaultdict[int, list[bytes]](list)
         self._bytes = 0  # of records since the last cut
         self._drew_at = 0  # of these the one before which the script has drawn, if it has
@@ -146,6 +147,8 @@ class CallLog:
         Returns: what of the outcome such a rank cannot find, if anything.
         """
         self._calls.append(logged)
+        if logged.iterators or type(logged.call).check is not Call.check:
+            self._given.append(logged)
         records = self._records[self.step]
         if len(records) >= CALLS_MAX:
             raise Unsupported(
@@ -187,12 +190,12 @@ class CallLog:
         self._bytes = self._drew_at = 0
         self._calls = self.after_cut(self.oldest)
         self._records.pop(self.oldest - 1, None)
-        self.iterators.keep_only([start for logged in self._calls for start in logged.iterators])
-        for logged in self._calls:  # so at the first cuts of a job, not in its first swap
+        self._given = [logged for logged in self._given if logged.segment >= self.oldest]
+        self.iterators.keep_only([start for logged in self._given for start in logged.iterators])
+        for logged in self._given:  # so at the first cuts of a job, not in its first swap
             logged.call.check()
-            if logged.iterators:
-                for (iterator, start), end in zip(logged.iterators, logged.ends, strict=True):
-                    iterator.check(start, end)
+            for (iterator, start), end in zip(logged.iterators, logged.ends, strict=True):
+                iterator.check(start, end)
 
 
 _NOTHING: list[Any] = [None, [], 0]  # the rest of the record of a call that tells and reads nothing
