@@ -123,9 +123,10 @@ class Job:
         return [json.loads(self.lines[rank].recv(MESSAGE_BYTES_MAX)) for rank in sorted(self.lines)]
 
     def threads_ns(self) -> dict[str, int]:
-        """CPU time so far of the threads that mirror, summed over ranks and agents."""
-        found = {"stager": 0, "link": 0, "bulk": 0, "agents": 0}
+        """CPU time so far of main threads and of those that mirror, summed over ranks and agents."""
+        found = {"main": 0, "stager": 0, "link": 0, "bulk": 0, "agents": 0}
         for hello in self.hellos.values():
+            found["main"] += thread_ns(hello["pid"], hello["pid"])
             for name in ("stager", "link"):
                 if (tid := hello["threads"].get(f"deadpool-{name}")) is not None:
                     found[name] += thread_ns(hello["pid"], tid)
@@ -299,7 +300,8 @@ def summary(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     rows = [report.compare(bench.blocks, variant, idle) for idle in args.idle for variant in shown]
     rows += [report.compare(bench.blocks, guard, idle, "plugin") for idle in args.idle for guard in args.guards]
     costs = [report.cost(bench.blocks, idle, bench.payload_bytes) for idle in args.idle]
-    return {"step_times": rows, "costs": costs}
+    parts = [report.parts(bench.blocks, idle) for idle in args.idle]
+    return {"step_times": rows, "costs": costs, "parts": parts}
 
 
 def main() -> int:

@@ -28,10 +28,13 @@ MESSAGE_BYTES_MAX = 1 << 20
 
 
 class Calls:
-    """Time of the main thread between a framework call's caller and the call itself, for outermost calls only."""
+    """Time of the main thread between a framework call's caller and the call itself, for outermost calls only.
+
+    `wait_ns`: the part of the wall time in which an update waited for the snapshot before it.
+    """
 
     def __init__(self) -> None:
-        self.count = self.cpu_ns = self.wall_ns = 0
+        self.count = self.cpu_ns = self.wall_ns = self.wait_ns = 0
         self._inside = False
 
     def install(self) -> None:
@@ -42,6 +45,17 @@ class Calls:
         MegatronAdapter.install = lambda adapter, handler, saves: original(  # type: ignore
             adapter, functools.partial(self._call, handler), saves
         )
+
+        from deadpool_plugin.worker.staging import Stager
+
+        wait = Stager.wait
+
+        def waited(stager: Any) -> None:
+            began = time.perf_counter_ns()
+            wait(stager)
+            self.wait_ns += time.perf_counter_ns() - began
+
+        Stager.wait = waited  # type: ignore[method-assign]
 
     def _call(self, handler: Any, call: Any) -> Any:
         if self._inside:
@@ -68,7 +82,7 @@ class Calls:
             self.wall_ns += time.perf_counter_ns() - wall - spent[1]
 
     def numbers(self) -> dict[str, int]:
-        return {"count": self.count, "cpu_ns": self.cpu_ns, "wall_ns": self.wall_ns}
+        return {"count": self.count, "cpu_ns": self.cpu_ns, "wall_ns": self.wall_ns, "wait_ns": self.wait_ns}
 
 
 class Saver:

@@ -12,6 +12,15 @@ import statistics
 from typing import Any
 
 RESAMPLES = 10_000
+PARTS = {
+    "calls": "main thread, in calls",
+    "rest_of_main": "main thread, in training itself",
+    "stager": "staging thread",
+    "link": "link thread",
+    "agents_bulk": "agents, bulk threads of both ends",
+    "agents_rest": "agents, all else",
+    "update_waits": "(wall time) updates wait for the snapshot",
+}
 GB = 1e9
 
 
@@ -101,8 +110,42 @@ def calls(mine: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def parts(blocks: list[dict[str, Any]], device_ms: float) -> dict[str, Any]:
+    """Tell apart, per step and rank, where the plugin spends CPU time, and how long an update waits (wall time).
+
+    Each in ms with a 95 % interval. `rest_of_main`: how much more CPU time training itself takes on the main thread
+    than in the plain job of the same round: colder caches, shared memory bandwidth, collectives through handles.
+    """
+    pairs = list(zip(of(blocks, "plugin", device_ms), of(blocks, "plain", device_ms), strict=True))
+
+    def per_step(block: dict[str, Any], ns: float) -> float:
+        return ns / (block["steps"] * block["ranks"]) / 1e6
+
+    def called(block: dict[str, Any], name: str) -> float:
+        return per_step(block, sum(call[name] for call in block["calls"]))
+
+    def thread(block: dict[str, Any], name: str) -> float:
+        return per_step(block, block["threads_ns"][name])
+
+    plain = [thread(theirs, "main") for _, theirs in pairs]
+    rows = {
+        "calls": [called(mine, "cpu_ns") for mine, _ in pairs],
+        "rest_of_main": [thread(a, "main") - called(a, "cpu_ns") - thread(b, "main") for a, b in pairs],
+        "stager": [thread(mine, "stager") for mine, _ in pairs],
+        "link": [thread(mine, "link") for mine, _ in pairs],
+        "agents_bulk": [thread(mine, "bulk") for mine, _ in pairs],
+        "agents_rest": [thread(mine, "agents") - thread(mine, "bulk") for mine, _ in pairs],
+        "update_waits": [called(mine, "wait_ns") for mine, _ in pairs],
+    }
+    found: dict[str, Any] = {"device_ms": device_ms, "plain_main_ms": statistics.fmean(plain)}
+    for name, values in rows.items():
+        low, high = interval(values)
+        found[name] = {"ms": statistics.fmean(values), "low_ms": low, "high_ms": high}
+    return found
+
+
 def markdown(summary: dict[str, Any]) -> str:
-    """Two tables: step times, each but those of `plain` beside others of its rounds, and costs."""
+    """Tables: step times, each but those of `plain` beside others of its rounds; costs; parts of a step."""
     lines = ["| host idle a step | variant | steps | median step | more than beside it (95 % CI) | CPU a step | more |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for row in summary["step_times"]:
@@ -136,4 +179,11 @@ def markdown(summary: dict[str, Any]) -> str:
             f"| {row['main_us_per_step']:.0f} us (+ link thread {row['link_us_per_step']:.0f} us) "
             f"| {row['main_wall_us_per_step']:.0f} us |"
         )
+    lines += ["", "| CPU a step and rank (95 % CI) | ms | of the main thread's without the plugin |", "|---|---|---|"]
+    for row in summary["parts"]:
+        plain = row["plain_main_ms"]
+        for name, title in PARTS.items():
+            ms, low, high = (row[name][key] for key in ("ms", "low_ms", "high_ms"))
+            shares = f"{100 * ms / plain:+.1f} % ({100 * low / plain:+.1f} .. {100 * high / plain:+.1f} %)"
+            lines.append(f"| {title}, idle {row['device_ms']:g} ms | {ms:.2f} ({low:.2f} .. {high:.2f}) | {shares} |")
     return "\n".join(lines)
