@@ -127,8 +127,8 @@ class Job:
         found = {"main": 0, "stager": 0, "link": 0, "bulk": 0, "agents": 0}
         for hello in self.hellos.values():
             found["main"] += thread_ns(hello["pid"], hello["pid"])
-            for name in ("stager", "link"):
-                if (tid := hello["threads"].get(f"deadpool-{name}")) is not None:
+            for title, tid in hello["threads"].items():  # that of an executor has a number behind its name
+                if (name := title.removeprefix("deadpool-").removesuffix("_0")) in ("stager", "link"):
                     found[name] += thread_ns(hello["pid"], tid)
         for pid in self.agents:
             found["bulk"] += sum(thread_ns(pid, tid) for tid in bulk_threads(pid))

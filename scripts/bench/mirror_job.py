@@ -55,7 +55,7 @@ class Calls:
             wait(stager)
             self.wait_ns += time.perf_counter_ns() - began
 
-        Stager.wait = waited  # type: ignore[method-assign]
+        Stager.wait = waited  # type: ignore
 
     def _call(self, handler: Any, call: Any) -> Any:
         if self._inside:
