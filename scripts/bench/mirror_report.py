@@ -119,7 +119,7 @@ def parts(blocks: list[dict[str, Any]], device_ms: float) -> dict[str, Any]:
     pairs = list(zip(of(blocks, "plugin", device_ms), of(blocks, "plain", device_ms), strict=True))
 
     def per_step(block: dict[str, Any], ns: float) -> float:
-        return ns / (block["steps"] * block["ranks"]) / 1e6
+        return float(ns / (block["steps"] * block["ranks"]) / 1e6)
 
     def called(block: dict[str, Any], name: str) -> float:
         return per_step(block, sum(call[name] for call in block["calls"]))
