@@ -310,6 +310,8 @@ def _clear_caches(owner: type) -> None:
 
 # ---- plain values of small objects with state: engines' counters, schedules, loss scalers
 
+_SIMPLE = frozenset({bool, int, float, str, type(None)})
+
 
 def _some(owner: Any, names: Sequence[str]) -> Scalars:
     return {name: vars(owner)[name] for name in names if name in vars(owner)}
@@ -317,8 +319,14 @@ def _some(owner: Any, names: Sequence[str]) -> Scalars:
 
 def plain_state(owner: Any) -> list[Scalars]:
     """Copy the plain values of a schedule or scaler, and of all parts it consists of."""
-    found = [{name: value for name, value in vars(one).items() if _is_plain(value)} for one in _members(owner)]
-    return copy.deepcopy(found)
+    return [
+        {
+            name: value if type(value) in _SIMPLE else copy.deepcopy(value)
+            for name, value in vars(one).items()
+            if type(value) in _SIMPLE or _is_plain(value)
+        }
+        for one in _members(owner)
+    ]
 
 
 def load_plain_state(owner: Any, state: list[Scalars]) -> None:
@@ -350,14 +358,15 @@ def _members(owner: Any) -> list[Any]:
     """Return `owner`, if there is one, and all parts below it."""
     if owner is None:
         return []
-    parts = [part for value in vars(owner).values() for part in _parts(value)]
+    values = [value for value in vars(owner).values() if type(value) not in _SIMPLE]  # at each call: few are left
+    parts = [part for value in values for part in _parts(value)]
     return [owner, *(below for part in parts for below in _members(part))]
 
 
 def _parts(value: Any) -> list[Any]:
     """Return the parts of a schedule that `value` is: other schedules, and functions that are objects with values."""
     parts = list(value) if isinstance(value, (list, tuple)) else [value]
-    if type(parts[0] if parts else None) in (bool, int, float, str, type(None)):  # at each step: most values are these
+    if type(parts[0] if parts else None) in _SIMPLE:
         return []
     return parts if all(map(_is_part, parts)) else []
 
