@@ -35,9 +35,9 @@ class CallKind(enum.Enum):
     FORWARD = "forward"  # runs the model; the first one of these is where start-up ends and training begins
     UPDATE = "update"  # the optimizer step: the shard changes inside it, and its return is the cut of a step
     STEP = "step"  # runs the model and updates it; inside it the adapter hands over the update, as a call of that kind
-    CLEAR = "clear"
-    """Clears gradients: it reads, draws and changes nothing else, and what the script has done before it is restored
-    with the next call. The states at its entry are captured only if it is interrupted."""
+    LIGHT = "light"
+    """Clears gradients or steps a schedule: it communicates with nobody, runs no model and draws nothing. No states are
+    captured for it: the call before it leaves what it reads, and the next call's entry has what it leaves."""
     FACT = "fact"
     """Asks what a spare would find otherwise (whether a file is there, parameters are alike), at any time: a spare is
     told what the rank itself was, plain data. `name` is the question."""

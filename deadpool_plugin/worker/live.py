@@ -95,8 +95,8 @@ class Live:
             return call()
         self._get_on()
         self._begin()
-        if call.kind is CallKind.CLEAR:
-            return self._clear(call)
+        if call.kind is CallKind.LIGHT:
+            return self._make_light(call)
         data, found = self._log.iterators.wrap(call.kwargs.get("data_iterator"))
         if found:
             call.kwargs["data_iterator"] = data
@@ -123,13 +123,18 @@ class Live:
         self._results = copies.on_host()  # the old ones keep the script's tensors, and their graph
         return value
 
-    def _clear(self, call: Call) -> Any:
-        read, logged = self._context.tapes.take_digest(), LoggedCall(call, self._log.step, None)
-        value = self._run(logged)
-        if logged.restore_entry is None:
-            self._log.add(logged, value, read)
-        else:
-            self._done(logged, value, read)
+    def _make_light(self, call: Call) -> Any:
+        """Make a call that needs nobody: no generation is looked at, so that it cannot be interrupted."""
+        read = self._context.tapes.take_digest()
+        self._inside.is_entered = True
+        try:
+            value = call()
+        except Exception as error:
+            self._error = f"{call.name} raised {type(error).__name__}: {error}"
+            raise
+        finally:
+            self._inside.is_entered = False
+        self._log.add(LoggedCall(call, self._log.step, None), value, read)
         return value
 
     def _get_on(self) -> None:
@@ -236,8 +241,6 @@ class Live:
                 if logged.call.kind is not CallKind.SAVE:  # which is redone, and told to who follows, as failed
                     self._error = f"{logged.call.name} raised {type(error).__name__}: {error}"
                 raise
-            if logged.restore_entry is None:
-                logged.restore_entry, logged.iterators = self._entry(), self._places()
             self._swap()
             logged.rewind()
 

@@ -367,7 +367,7 @@ def test_a_collective_between_calls_allocates_nothing_on_the_device_and_is_waite
     costs = [_counted(lambda: rank.collective(fake(), Operation("allreduce", ([given],)))) for _ in range(3)]
     assert costs == [(1, 1, 0)] * 3, "its own kernel only"
     (call, *_), *_ = [rank._log.after_cut(0)]
-    present(call.restore_entry, "a collective is no CLEAR")()
+    present(call.restore_entry, "a collective is not light")()
     assert given.tolist() == [0.0, 8.0, 16.0, 24.0], "the script has it; what it was is a copy"
     call.rewind()
     call.call()

@@ -139,7 +139,7 @@ def test_a_loop_that_draws_between_calls_that_draw_is_followed_alike(interrupted
     def draw_some(number: int) -> list[Any]:
         return [draw() for _ in range(number % 3) for name, draw in DRAWS.items() if name != "after seeding"]
 
-    def clear(one: Any, generation: int) -> None:
+    def light(one: Any, generation: int) -> None:
         if interrupted and isinstance(one, Rank):
             one.generations.announce(generation)
 
@@ -149,7 +149,7 @@ def test_a_loop_that_draws_between_calls_that_draw_is_followed_alike(interrupted
             found.append(one.call(Call("call", CallKind.PLAIN, dropout)))
             found += draw_some(number)
             for again in range(number % 4):
-                one.call(Call("clear", CallKind.CLEAR, clear, (one, number // 4)))
+                one.call(Call("light", CallKind.LIGHT, light, (one, number // 4)))
                 found += draw_some(number + again)
             found.append(torch.rand(3).tolist() if number % 7 == 5 else None)
         return [*found, one.call(Call("last", CallKind.PLAIN, int))]

@@ -70,11 +70,11 @@ class MegatronAdapter(FrameworkAdapter):
         after_init(Timer, self._timers.append)
         wrap_call = functools.partial(wrap, handler, calls=self.calls)
         DistributedDataParallel.no_sync = bookkeeping.no_sync
-        wrap_call(DistributedDataParallel, "zero_grad_buffer", CallKind.CLEAR)
+        wrap_call(DistributedDataParallel, "zero_grad_buffer", CallKind.LIGHT)
         wrap_call(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
         for owner, name in bookkeeping.reductions():
             wrap_call(owner, name, CallKind.PLAIN, made=bookkeeping.Reduction)
-        wrap_call(OptimizerParamScheduler, "step", CallKind.PLAIN)
+        wrap_call(OptimizerParamScheduler, "step", CallKind.LIGHT)
         if hasattr(loop := sys.modules.get(bookkeeping.LOOP), bookkeeping.CONSUME):
             wrap_call(loop, bookkeeping.CONSUME, CallKind.PLAIN)
         for name in SCHEDULES:
@@ -83,7 +83,7 @@ class MegatronAdapter(FrameworkAdapter):
             if "step" in vars(cls):
                 wrap_call(cls, "step", CallKind.UPDATE)
             if "zero_grad" in vars(cls):
-                wrap_call(cls, "zero_grad", CallKind.CLEAR)
+                wrap_call(cls, "zero_grad", CallKind.LIGHT)
             if "sharded_state_dict" in vars(cls):
                 wrap_call(cls, "sharded_state_dict", CallKind.PLAIN, made=saving.ShardedState)
             if "step_with_ready_grads" in vars(cls):
