@@ -171,7 +171,7 @@ class AdamState:
     def steps(self) -> list[float | None]:
         """Return the updates counted beside each master. None: they are counted in its group."""
         steps: list[Any] = [state.get("step") for state in self.states()]
-        if steps and all(isinstance(step, torch.Tensor) and step.is_cpu for step in steps):
+        if steps and all(isinstance(step, torch.Tensor) and step.is_cpu and not step.dim() for step in steps):
             return list(map(float, torch.stack(steps).tolist()))  # as one: they are as many as parameters
         return [None if step is None else float(step) for step in steps]
 

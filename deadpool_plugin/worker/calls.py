@@ -159,7 +159,11 @@ class CallLog:
         logged.ends = [iterator.position for iterator, _ in logged.iterators]
         pulls = [iterator.pulled_since(position) for iterator, position in logged.iterators]
         lacking = codec.too_large(outcome)  # nothing of it is kept then
-        if not self._keep(len(records), [logged.call.name, lacking or outcome, pulls, read]):
+        if outcome is None and not pulls and not read:
+            record = _encoded_nothing(logged.call.name)
+        else:
+            record = codec.encode([logged.call.name, lacking or outcome, pulls, read])
+        if not self._keep(len(records), record):
             lacking = codec.TooLarge(f"results of more than {RECORDS_BYTES_MAX >> 20} MiB since the last step")
             records.append(codec.encode([logged.call.name, lacking, [], 0]))
         if logged.restore_entry is not None:
@@ -168,13 +172,12 @@ class CallLog:
 
     def drew(self, states: dict[str, Any]) -> None:
         """Record what the script has drawn since states were captured: who follows draws from these `states`, too."""
-        self._keep(self._drew_at, [RANDOM_STATES, states, [], 0])
+        self._keep(self._drew_at, codec.encode([RANDOM_STATES, states, [], 0]))
 
-    def _keep(self, place: int, record: list[Any]) -> bool:
-        encoded = _encoded_nothing(record[0]) if record[1:] == _NOTHING else codec.encode(record)
-        self._bytes += len(encoded)  # nothing fits after one that did not: nobody may follow past it
+    def _keep(self, place: int, record: bytes) -> bool:
+        self._bytes += len(record)  # nothing fits after one that did not: nobody may follow past it
         if fits := self._bytes <= RECORDS_BYTES_MAX:
-            self._records[self.step].insert(place, encoded)
+            self._records[self.step].insert(place, record)
         return fits
 
     def after_cut(self, step: int) -> list[LoggedCall]:
@@ -198,12 +201,9 @@ class CallLog:
                 iterator.check(start, end)
 
 
-_NOTHING: list[Any] = [None, [], 0]  # the rest of the record of a call that tells and reads nothing
-
-
 @functools.lru_cache(256)
 def _encoded_nothing(name: str) -> bytes:
-    return codec.encode([name, *_NOTHING])
+    return codec.encode([name, None, [], 0])
 
 
 def forget(error: BaseException | None) -> None:

@@ -198,29 +198,29 @@ class Values:
         self._watch()
 
     def _watch(self) -> None:
-        watched = [one for one in self._noted if not one.is_left_alone]
-        self._attributes, self._looks = [one.attributes for one in watched], [one.look for one in watched]
-        self._first = [one.size for one in watched], [one.looked for one in watched]
+        self._watched = [(number, one) for number, one in enumerate(self._noted) if not one.is_left_alone]
+        self._attributes, self._looks = (
+            [one.attributes for _, one in self._watched],
+            [one.look for _, one in self._watched],
+        )
+        self._sizes, self._looked = [one.size for _, one in self._watched], [one.looked for _, one in self._watched]
 
     def changed(self) -> ByModule:
         """Return the same object as long as nothing changes: many calls keep it."""
-        with contextlib.suppress(KeyError, RuntimeError, ValueError):
-            looked = [*map(len, self._attributes)], [*map(operator.call, self._looks, self._attributes)]
-            if looked == self._first:
-                if self._newest:
-                    self._newest = {}
-                return self._newest
-        suspects: Iterable[int] = range(len(self._noted))
-        with contextlib.suppress(KeyError, RuntimeError, ValueError):  # one is gone, or is an array now
-            suspects = [
-                number
-                for number, one in enumerate(self._noted)
-                if not one.is_left_alone and (len(one.attributes) != one.size or one.look(one.attributes) != one.looked)
-            ]
-        found = {number: values for number in suspects if (values := self._noted[number].changed())}
+        suspects = self._watched
+        with contextlib.suppress(KeyError, RuntimeError, ValueError):  # a value is gone, or is an array now
+            sizes, looked = [*map(len, self._attributes)], [*map(operator.call, self._looks, self._attributes)]
+            if sizes == self._sizes and looked == self._looked:
+                suspects = []
+            else:
+                now, first = zip(sizes, looked, strict=True), zip(self._sizes, self._looked, strict=True)
+                suspects = [one for one, a, b in zip(self._watched, now, first, strict=True) if a != b]
+        found = {number: values for number, one in suspects if (values := one.changed())}
+        is_fewer = any(one.is_left_alone for _, one in suspects)
+        if suspects and (is_fewer or [one.size for _, one in self._watched] != self._sizes):
+            self._watch()
         if found != self._newest:
             self._newest = found
-        self._watch()
         return self._newest
 
     def load(self, values: ByModule) -> None:

@@ -85,7 +85,7 @@ def _found(begin: int, size: int, tell: Callable[[], bytes], *draws: Callable[[]
 
 _python: Any = random._inst  # type: ignore[attr-defined]
 _numpy: Any = np.random.mtrand._rand
-_engine: Any = _numpy._bit_generator
+_engine: Any = _numpy._bit_generator if type(_numpy._bit_generator) is np.random.MT19937 else None
 
 
 def _python_state() -> _Memory | _Asked:
@@ -121,6 +121,8 @@ def _numpy_states() -> dict[str, _Memory | _Asked]:
     ours: Any = np.random.RandomState(1)
     draws = [ours.rand, ours.randn, ours.rand, ours.randn]
     with contextlib.suppress(AttributeError):
+        if _engine is None:  # that which `capture_host` refuses
+            return {}
         words = _found(ours._bit_generator.ctypes.state_address, _NUMPY.size, tell, *draws)
         normal = _found(id(ours), type(ours).__basicsize__, tell_normal, *draws)
         if words is not None and normal is not None:
@@ -161,6 +163,8 @@ def _torch_state() -> _Memory | _Asked:
 
 
 _GENERATORS: dict[str, _Memory | _Asked] = {"python": _python_state(), **_numpy_states(), "torch": _torch_state()}
+_KEPT = {"python": "pair", "numpy": "normal"}
+"""Where a generator keeps the second of two normal values, apart from its words."""
 _HAS_DEVICES = torch.version.cuda is not None or torch.version.hip is not None  # it was built for NVIDIA's or AMD's
 
 
@@ -176,7 +180,7 @@ def capture_host() -> dict[str, Any]:
             "leave numpy.random.set_bit_generator out",
         )
     states = {name: generator.capture() for name, generator in _GENERATORS.items()}
-    states["pair"] = _python.gauss_next  # the second of two normal values
+    states["pair"] = _python.gauss_next
     if _HAS_DEVICES and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # a loader may augment there
         states["device"] = torch.cuda.get_rng_state()
     return states
@@ -188,6 +192,9 @@ def drawn(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     A generator that nothing was drawn from is left out. One that was seeded, or has made all its words anew, is whole.
     """
     found = {name: state for name, state in before.items() if not equal(state, after.get(name))}
+    for name, kept in _KEPT.items():  # also that there is none: who follows may have one
+        if name in found and kept in before:
+            found[kept] = before[kept]
     return found | {
         name: _GENERATORS[name].used(state, after[name]) for name, state in found.items() if name in _GENERATORS
     }

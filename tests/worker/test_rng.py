@@ -53,6 +53,8 @@ def test_who_follows_draws_the_same_from_whatever_state_it_is_in(name):
             expected = [draw() for _ in range(2)]
             record = codec.decode(codec.encode(rng.drawn(before, rng.capture_host())))
             move(2, 40)
+            if draws % 2:  # of two normal values it keeps the second
+                random.gauss(0, 1), np.random.standard_normal(), torch.randn(1)
             rng.restore_host(record)
             assert [draw() for _ in range(2)] == expected, draws
 
@@ -104,7 +106,7 @@ def test_generators_that_nothing_was_drawn_from_stay_as_they_are():
         before = rng.capture_host()
         random.random()
         record = rng.drawn(before, rng.capture_host())
-        assert list(record) == ["python"]
+        assert list(record) == ["python", "pair"]
         move(2, 40)
         mine = rng.capture_host()
         rng.restore_host(record)

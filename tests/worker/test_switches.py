@@ -1,5 +1,6 @@
 """Switches of torch: kernels are chosen in a redo as they were in the call."""
 
+import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -55,5 +56,22 @@ def test_so_are_deterministic_algorithms():
     try:
         switches.restore(within)
         assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        switches.restore(before)
+
+
+@pytest.mark.parametrize("number", range(len(switches._ATTRIBUTES)))
+def test_each_attribute_is_read_where_it_is_set(number):
+    owner, name, _ = switches._ATTRIBUTES[number]
+    before = switches.capture()
+    was = getattr(owner, name)
+    try:
+        setattr(owner, name, not was if isinstance(was, bool) else "ieee" if was != "ieee" else "tf32")
+        is_other = [now != then for now, then in zip(switches.capture(), before, strict=True)]
+        within = switches.capture()
+        switches.restore(before)
+        assert any(is_other) and switches.capture() == before and getattr(owner, name) == was
+        switches.restore(within)
+        assert getattr(owner, name) != was
     finally:
         switches.restore(before)

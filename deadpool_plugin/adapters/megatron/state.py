@@ -176,13 +176,18 @@ class Learned:
         # (`has_grad_norm_group`). A rank that lacks an answer its peers have would issue a collective that they do not.
         self._owners = [vars(optimizer) for optimizer in optimizers]
         self._first = [_plain_values(owner) for owner in self._owners]
-        self._types = [[*map(type, owner.values())] for owner in self._owners]
+        # Of all attributes: while they are these, only those of `first` need be compared. Not so if there is another
+        # dictionary, whose content decides whether it is plain.
+        self._types = [
+            None if any(type(one) is dict and name not in first for name, one in owner.items()) else _types(owner)
+            for owner, first in zip(self._owners, self._first, strict=True)
+        ]
 
     def changed(self) -> list[Scalars]:
         """Return what is new or different since training began, per optimizer."""
         return [
             {}
-            if [*map(type, owner.values())] == types and [*map(owner.get, first)] == [*first.values()]
+            if _types(owner) == types and [*map(owner.get, first)] == [*first.values()]
             else {name: one for name, one in _plain_values(owner).items() if name not in first or first[name] != one}
             for owner, first, types in zip(self._owners, self._first, self._types, strict=True)
         ]
@@ -193,6 +198,10 @@ class Learned:
                 del owner[name]
             again = {name: first[name] for name in known.keys() & first.keys()} | values
             owner.update({name: copy.copy(value) for name, value in again.items()})
+
+
+def _types(owner: dict[str, Any]) -> list[type]:
+    return [*map(type, owner.values())]
 
 
 def _plain_values(owner: dict[str, Any]) -> Scalars:
