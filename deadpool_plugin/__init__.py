@@ -61,7 +61,8 @@ def step(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
         What else it changes (counters, files, lists, tensors of the script's own) changes again when it is redone, and
         never on a spare: return such values, and keep count of them in the loop.
         Its data are its arguments, or come from loaders made `deadpool_plugin.data.resumable`; an iterator among the
-        arguments is refused. Tensors up to 1 MiB are copied; all else must stay as it is until two steps later.
+        arguments is refused. Tensors up to 1 MiB are copied; all else must stay as it is until two snapshots
+        later.
         It returns None, numbers, strings, or tensors of up to 1 MiB, in lists, tuples and dicts.
 
     Raises (from the call): deadpool_plugin.errors.Unsupported for no update in it, for other values, or such arguments.

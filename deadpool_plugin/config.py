@@ -28,6 +28,9 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 _PLACEHOLDER = re.compile(r"\{(\w+)\}", re.ASCII)
 PLACEHOLDERS = ("output_dir", "address", "count")
 """Names in braces that are filled in where they stand in `spare_command`."""
+EVERY_MAX = 16
+"""Steps between two snapshots at most, with `mirror_every: auto`."""
+EVERY_LIMIT = 1024
 OF_A_HOST = ("secret_file", "output_dir", "interface_address", "memory_headroom_gib", "preload")
 """Fields that may differ from host to host."""
 
@@ -101,7 +104,7 @@ class Config(BaseModel):
     history_limit_mib: int = Field(default=256, ge=1)
     """MiB per rank for the call records of committed steps, from which a spare is brought to the current step. They are
     held compressed: a million steps of Megatron-LM, DeepSpeed or Hugging Face's Trainer take 30 to 100 MiB. Raise it
-    for loops whose calls return much. Hazard: once it is full the oldest are dropped (never the newest three steps'),
+    for loops whose calls return much. Hazard: once it is full the oldest are dropped (never the newest steps'),
     and only spares that have followed so far can take over: no host that joins, no process that begins anew. It is said
     at 80 % and then."""
 
@@ -119,6 +122,12 @@ class Config(BaseModel):
     copies: int = Field(default=1, ge=1, le=8)
     """On how many other hosts each snapshot is kept: so many hosts may be lost at the same moment, if as many spares
     are left. Hazard: each copy is as much host memory and network traffic again."""
+
+    mirror_every: Literal["auto"] | int = "auto"
+    """How many steps snapshots are apart, or auto. 1: every step is mirrored, and training waits if that takes longer
+    than a step. k: every k-th step is. auto: 1 as long as mirroring keeps up, else as many steps as it takes, up to 16;
+    changes are said. Hazard: after a loss up to 2 k steps are done again, exactly; each rank keeps what the calls of so
+    many steps were given (batches)."""
 
     racks: dict[str, list[str]] = Field(default_factory=dict)
     """Hosts that may fail together, by rack (or power feed, or zone): {a: [node0, node1], b: [node2, node3]}, by host
@@ -195,6 +204,16 @@ class Config(BaseModel):
         return self.history_limit_mib * MIB
 
     @property
+    def begins_every(self) -> int:
+        """How many steps the first snapshots of a job are apart."""
+        return 1 if self.mirror_every == "auto" else self.mirror_every
+
+    @property
+    def history_kept(self) -> int:
+        """How many of the newest steps' call records stay in any case: what a swap may go back by, and one more."""
+        return 2 * (EVERY_MAX if self.mirror_every == "auto" else self.mirror_every) + 1
+
+    @property
     def memory_headroom_bytes(self) -> int:
         return int(self.memory_headroom_gib * 1024 * MIB)
 
@@ -258,6 +277,13 @@ class Config(BaseModel):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (value in (None, "auto") or (is_number and value >= 5)):
             raise ValueError("must be auto, a number of seconds of at least 5, or null")
+        return value
+
+    @field_validator("mirror_every", mode="before")
+    @classmethod
+    def _mirror_every(cls, value: Any) -> Any:
+        if not (value == "auto" or (type(value) is int and 1 <= value <= EVERY_LIMIT)):
+            raise ValueError(f"must be auto, or a number of steps from 1 to {EVERY_LIMIT}")
         return value
 
     @field_validator("spares", mode="before")

@@ -20,7 +20,7 @@ from .. import events
 from ..config import Config
 from ..core import api
 from ..core.messages import AnyMessage, Goodbye, Prepare, Verdict
-from ..core.types import NodeId, listed
+from ..core.types import Generation, Holding, NodeId, listed
 from ..errors import AlreadyEnded, ConfigError, InvariantViolated, NodeTaken, PeerRefused, TransportError, present
 from ..transport import join_protocol
 from ..transport.framing import ConnectionClosed
@@ -68,13 +68,17 @@ class Links:
             node.config.patience_s, self._refused, self.answer,
         )  # fmt: skip
 
+    def _mirrored(self, holding: Holding, generation: Generation) -> None:
+        before = self._node.host.store.before(holding.rank, holding.step)
+        self._node.feed(api.SnapshotHeld(holding, generation, before))
+
     async def listen(self) -> Hello:
         """Open both listeners. Returns: what the others must know of this node. Raises: DeadpoolError."""
         node, address = self._node, self._node.host.where[1]
         control = (address, (await self.mesh.listen())[1])
         self.address = f"{control[0]}:{control[1]}"
         self.how_to_join = f"to add a host: deadpool join --to {self.address}"
-        bulk = (address, node.host.bulk.serve(lambda *held: node.feed(api.SnapshotHeld(*held)), self._refused))
+        bulk = (address, node.host.bulk.serve(self._mirrored, self._refused))
         return Hello(
             node.id, node.host.name, control, bulk, node.place.local_size, versions(), node.config.digest(),
             os.urandom(8).hex(), node.job.launch,

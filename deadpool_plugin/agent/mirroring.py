@@ -48,6 +48,7 @@ class Mirroring:
         self._newest: dict[Rank, Step] = {}
         self._tasks, self._holds_strangers = Tasks(), False
         self._history_said: set[bool] = set()
+        self._history_looked = 0
         self.profiles: dict[Rank, local.RankReady] = {}
 
     def enter(self, world: World, restore_step: Step | None = None) -> None:
@@ -85,7 +86,8 @@ class Mirroring:
         slot.running.in_training, slot.running.unwound_for = True, generation
         self.adopt(profile)
         self._push_recording(rank)
-        peer.send(local.ArenaHandOver(*shape), [pair.fd])
+        config = self._node.config
+        peer.send(local.ArenaHandOver(*shape, config.begins_every, config.mirror_every != "auto"), [pair.fd])
         node.feed(api.WorkerReady(rank))
 
     def adopt(self, profile: local.RankReady) -> None:
@@ -112,9 +114,10 @@ class Mirroring:
             return
         except TransportError as error:
             return self._node.feed(api.WorkerLost(rank, f"its arena is damaged: {error}"))
-        self._store.history(rank).append(step, message.records)
-        self._node.feed(api.SnapshotHeld(holding, generation))
-        self._push_snapshot(rank, step, generation, message.records)
+        self._store.history(rank).append(step, *message.records)
+        before = self._store.before(rank, step)
+        self._node.feed(api.SnapshotHeld(holding, generation, before, message.took_steps))
+        self._push_snapshot(rank, step, generation, message.records[-1])
 
     def hold(self, rank: Rank, step: Step) -> None:
         """List the restore step that has come into own slots. Raises: StaleGeneration, TransportError."""
@@ -124,7 +127,7 @@ class Mirroring:
         """Send the restore step and the recording to the buddies after a swap (they say so if they hold them)."""
         records = self._store.history(rank).get(step, step)[0]
         holding = Holding(rank, step, True, self.profiles[rank].replicas, self._store.paired(rank, step))
-        self._node.feed(api.SnapshotHeld(holding, self._world.generation))
+        self._node.feed(api.SnapshotHeld(holding, self._world.generation, self._store.before(rank, step)))
         self._push_recording(rank)
         self._push_snapshot(rank, step, self._world.generation, records)
 
@@ -147,10 +150,12 @@ class Mirroring:
         if True in self._history_said:
             return
         warn_bytes = HISTORY_WARN_AT * self._node.config.history_limit_bytes
+        looks = step // HISTORY_LOOK_STEPS != self._history_looked
+        self._history_looked = step // HISTORY_LOOK_STEPS
         for rank in ranks:
             history = self._store.history(rank)
             full = history.first > 0
-            fills = step % HISTORY_LOOK_STEPS == 0 and history.held_bytes >= warn_bytes
+            fills = looks and history.held_bytes >= warn_bytes
             if (full or fills) and full not in self._history_said:
                 self._history_said.add(full)
                 self._node.reports.emit(events.HistoryFilling(rank=rank, step=step, full=full))
@@ -173,7 +178,8 @@ class Mirroring:
     def _push_snapshot(self, rank: Rank, step: Step, generation: Generation, records: bytes) -> None:
         self._newest[rank], profile = step, self.profiles[rank]
         with_payload = needs_payload(self._world, rank, profile.replicas, self._copies)
-        push = SnapshotPush(rank, step, generation, with_payload, profile.replicas, profile.layout_hash, records)
+        shape, before = (profile.replicas, profile.layout_hash), self._store.before(rank, step)
+        push = SnapshotPush(rank, step, generation, with_payload, *shape, records, before)
         for buddy in self._buddies:
             self._tasks.start(self._push_snapshot_to(buddy, push))
 

@@ -269,7 +269,10 @@ class Agent:
                 self._tasks.start(self._mirroring.prepare(slot, peer, message))
             case local.Staged():
                 self._mirroring.staged(message)
-            case local.WorkerMoved() | local.WorkerFinished() | local.CheckpointSaved() | local.ConnectionBroke():
+            case (
+                local.WorkerMoved() | local.WorkerFinished() | local.CheckpointSaved() | local.ConnectionBroke()
+                | local.Wanted() | local.Passed()
+            ):  # fmt: skip
                 self.feed(message)
             case local.Unwound(generation=generation) if process:  # it waits for its new world
                 process.unwound_for = max(process.unwound_for, generation)
@@ -316,10 +319,12 @@ class Agent:
                 self._rehearsals.order(self._node.slots[action.local_slot], action.rank, action.source)
             case api.EndRehearsal():
                 self._rehearsals.end(self._node.slots[action.local_slot], action.rank)
-            case api.Commit(step=step):
-                self._workers.commit(step)
+            case api.Commit(step, snapshots, void):
+                self._workers.commit(step, snapshots, void)
                 self._rehearsals.committed(step)
                 self._mirroring.committed(step)
+            case api.Announce(snapshots, void):
+                self._workers.announce(snapshots, void)
             case api.AbortWorkers(generation=generation):
                 self._takeovers.cancel()
                 self._host.store.announce(generation)  # so that all can know before the first of them is cut off

@@ -188,7 +188,7 @@ class Rehearsals:
         profile = await self._mirroring.recording(source, rank)
         self._workers.tell_imports(slot, profile.modules)
         process = self._workers.order(slot, rank, rehearses=True, stands_in=stands_in)
-        history = CallHistory(self._node.config.history_limit_bytes)
+        history = CallHistory(self._node.config.history_limit_bytes, self._node.config.history_kept)
         rehearsal = self.by_process[process] = Rehearsal(slot, process, profile, source, history)
         self._beginning.pop((slot, rank), None)
         self._settle()

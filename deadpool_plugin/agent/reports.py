@@ -23,6 +23,7 @@ LOG_BYTES_MAX = 16 << 20  # of one job; beyond it only events.FATE goes there
 RECENT_BYTES = 2 << 20  # in each of the two files for events that recur: 6,000 steps and more
 SILENCE_S = 30.0  # without a line of ours, before one says which ranks the job waits for; doubles with each such line
 NODES_MAX = 4  # that such a line names
+_TH = {2: "nd", 3: "rd"}
 
 SENTENCES: dict[type[events.Event], str] = {
     events.TrainingStarted: "all ranks are in training",
@@ -180,6 +181,9 @@ def sentence(event: events.Event) -> str:
             at = f" (at {' < '.join(frames)})" if (frames := _shown(event.stack)) else ""
             then = cure or (f"after {limit_s:.0f} s it counts as a hang" if limit_s >= 0 else "it may take for ever")
             return f"no progress for {waited_s:.0f} s since step {step}: {what}{at}; {then}"
+        case events.MirroringPaced(every=every, steps=steps):
+            which = "every step" if every == 1 else f"every {every}{_TH.get(every, 'th')} step"
+            return f"mirroring takes {steps:.1f} steps: {which} is mirrored from now on"
         case events.StepsUndone(first=first, last=last, reason=reason):
             which, are = (f"step {last}", "is") if first == last else (f"steps {first} to {last}", "are")
             return f"{which} had been committed and {are} done again: {reason}"

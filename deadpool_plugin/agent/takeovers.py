@@ -81,7 +81,9 @@ class TakeOvers:
 
     def _join(self, plan: SwapPlan, slot: Slot) -> None:
         if slot.serving is not None:  # else its loss is said already
-            slot.serving.send(local.Join(plan.world.generation, plan.store, plan.restore_step))
+            apart = plan.every, self._node.config.mirror_every != "auto"
+            slot.serving.send(local.Join(plan.world.generation, plan.store, plan.restore_step, *apart))
+            self._workers.tell_snapshots(slot.serving)  # if it has had to wait for its restore step
         self._mirroring.mirror_again(slot.rank, plan.restore_step)
 
     async def _refill(self, plan: SwapPlan, slot: Slot, source: Source) -> None:
@@ -123,9 +125,10 @@ class TakeOvers:
         if self._workers.paused:  # a process that has come to run a rank meanwhile stands still, too
             self._workers.pause()
         if (peer := slot.serving) is not None:  # else its connection has ended, and so will it
-            order = local.TakeOver(plan.world.generation, plan.store, step, pair.header_bytes, pair.payload_bytes)
+            sizes, is_fixed = (pair.header_bytes, pair.payload_bytes), self._node.config.mirror_every != "auto"
+            order = local.TakeOver(plan.world.generation, plan.store, step, *sizes, plan.every, is_fixed)
             peer.send(order, [pair.fd])
-            peer.send(local.Committed(self._workers.committed))  # said to the others while this one rehearsed
+            self._workers.tell_committed(peer)  # said to the others while this one rehearsed
             self._node.reports.emit(events.RankTakenOver(rank=rank, covered=covered))
 
     async def _bring(self, step: Step, source: Source | None, rehearsal: Rehearsal) -> None:

@@ -38,6 +38,8 @@ class Workers:
         self._node, self._slots, self._processes = node, node.slots, node.host.processes
         self._on_lost, self.outputs = on_lost, Outputs(node)
         self.committed: Step = NO_STEP
+        self._snapshots: tuple[Step, ...] = ()  # as in messages.Status, of this generation
+        self._void: tuple[Step, ...] = ()
         self._orders = self._exit_code = 0
         self._start: local.StartGroups | None = None
         self.ending = self.paused = self._has_sigterm = False
@@ -120,6 +122,7 @@ class Workers:
     def form(self, world: World) -> None:
         """Enter a world whose ranks begin the script: tell every slot what it is."""
         self._node.world, self.committed, self._start = world, NO_STEP, None
+        self._snapshots = self._void = ()
         ranks = world.ranks_of(self._node.id)
         for slot in self._slots:
             slot.rank = ranks[slot.local_rank] if slot.local_rank < len(ranks) else -1
@@ -130,6 +133,7 @@ class Workers:
     def enter(self, world: World, restore_step: Step) -> None:
         """Enter a world that goes on from `restore_step` of the one before (for a host that has joined: its first)."""
         self._node.world, self.committed = world, min(self.committed, restore_step)
+        self._snapshots = self._void = ()
         for slot in self._slots:
             if slot.pipe is not None and not slot.pipe.assigned:
                 self.outputs.assign(slot)
@@ -226,9 +230,27 @@ class Workers:
         self._start = None  # who has yet to connect is not to look for a store that may be gone
         self._tell_serving(local.Abort(generation))
 
-    def commit(self, step: Step) -> None:
+    def commit(self, step: Step, snapshots: tuple[Step, ...] = (), void: tuple[Step, ...] = ()) -> None:
         self.committed = max(self.committed, step)
-        self._tell_serving(local.Committed(step))
+        self.announce(snapshots, void)
+
+    def announce(self, snapshots: tuple[Step, ...], void: tuple[Step, ...]) -> None:
+        """Tell which steps are snapshots, and which are not after all (core/chain.py)."""
+        self._snapshots, self._void = snapshots, void
+        self._tell_serving(self._newest)
+
+    @property
+    def _newest(self) -> local.Committed:
+        return local.Committed(self.committed, self._snapshots, self._void)
+
+    def tell_committed(self, peer: LocalPeer) -> None:
+        """Tell one process what all were told of commits and snapshots in this generation."""
+        peer.send(self._newest)
+
+    def tell_snapshots(self, peer: LocalPeer) -> None:
+        """Tell one process of snapshots, if any were announced in this generation."""
+        if self._snapshots or self._void:
+            peer.send(self._newest)
 
     def _tell_serving(self, message: local.LocalMessage) -> None:
         for slot in self._slots:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..config import Config
+from ..config import EVERY_MAX, Config
+from ..core.chain import AUTO
 from ..core.placement import with_racks
 from ..core.policy import Policy, Timing
 from ..core.types import NodeId, Rank, World
@@ -255,6 +256,8 @@ def policy_of(config: Config) -> Policy:
         spares=config.spares_total,
         spare_command=config.spare_command is not None,
         spare_command_limit_s=config.spare_command_limit_s,
+        mirror_every=AUTO if config.mirror_every == "auto" else config.mirror_every,
+        mirror_every_max=EVERY_MAX,
     )
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from .events import Event
 from .messages import AnyMessage, RankCalls, Verdict
-from .types import Generation, Holding, NodeId, Rank, Step, SwapPlan, World
+from .types import NO_STEP, Generation, Holding, NodeId, Rank, Step, SwapPlan, World
 
 
 class Input(msgspec.Struct, frozen=True):
@@ -56,10 +56,12 @@ class WorkerReady(Input, frozen=True):
 
 
 class SnapshotHeld(Input, frozen=True):
-    """A snapshot is complete and verified in this node's arena; those of its rank before `step` - 1 are gone."""
+    """A snapshot is complete and verified in this node's arena; of older ones of its rank it has `before` at most."""
 
     holding: Holding
     generation: Generation  # in which it was written, never one that this node is not in yet (mirror/store.py)
+    before: Step = NO_STEP
+    took_steps: float = 0.0  # as in Report; 0 where this is a mirror
 
 
 class HoldingsDropped(Input, frozen=True):
@@ -172,6 +174,15 @@ class EndRehearsal(Action, frozen=True):
 
 class Commit(Action, frozen=True):
     step: Step  # every rank's snapshot of it is safe: open the gate for workers and mirrors; spares follow to it
+    snapshots: tuple[Step, ...] = ()  # as in Status, for workers; so is the next one
+    void: tuple[Step, ...] = ()
+
+
+class Announce(Action, frozen=True):
+    """Tell workers what Status says of snapshots; nothing more was committed."""
+
+    snapshots: tuple[Step, ...]
+    void: tuple[Step, ...]
 
 
 class AbortWorkers(Action, frozen=True):

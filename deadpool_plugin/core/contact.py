@@ -150,7 +150,7 @@ class PartialPartition:
         node = node if node in ctx.world.members else sender
         ends = frozenset((sender, node))
         self._broken = (ends, ctx.newest_committed)
-        if before is None or ctx.newest_committed - before[1] > AGAIN_WITHIN_STEPS:
+        if before is None or ctx.newest_committed - before[1] > AGAIN_WITHIN_STEPS * ctx.every:
             return False
         common = ends & before[0]
         if ctx.newest_committed > before[1] and not (common and ctx.world.spares):

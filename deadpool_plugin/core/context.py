@@ -11,7 +11,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .api import AbortWorkers, Action, Emit, Leave, Send
+from .api import AbortWorkers, Action, Announce, Commit, Emit, Leave, Send
+from .chain import AUTO, Chain
 from .events import Event, JobFinished, JobStopped, NodeFenced
 from .messages import AnyMessage, Decided, NodeFailed, Prepare, Promise, Status, Verdict
 from .policy import Policy, Timing
@@ -101,6 +102,8 @@ class Context:
         # Training.
         self.committed: Step = NO_STEP  # in this generation
         self.newest_committed: Step = NO_STEP  # in this history: `committed`, or the restore step until there is one
+        self.every = policy.begins_every  # how many steps snapshots are apart, as far as this node knows
+        self.chain = self.begun_chain()  # the snapshots of this generation, as far as this node knows them
         self.training = False
         self.has_trained = False  # in this generation or one before it: the script must not begin again
         self.checkpoint = Checkpoint()  # the newest one known here
@@ -145,6 +148,8 @@ class Context:
         self.begins_at_top = plan.restore_step == NO_STEP
         self.committed = NO_STEP
         self.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
+        self.every = plan.every
+        self.chain = self.begun_chain()
         self.training, self.has_trained = False, self.has_trained or not self.begins_at_top
         self.entered_at, self.interrupted_s = self.now, float("inf")
         self.stuck, self.broken = "", ()
@@ -218,22 +223,43 @@ class Context:
 
     # -- what this node learns -----------------------------------------------------------------------------------
 
-    def follow(self, coordinator: NodeId, status: Status) -> bool:
-        """Take over what a coordinator says of this generation. Returns: whether one more step is committed."""
+    def begun_chain(self) -> Chain:
+        """Make this generation's chain as all know it when it begins."""
+        first = max(self.plan.restore_step, 0) if self.plan is not None else 0
+        return Chain(first, self.every, self.policy.mirror_every != AUTO)
+
+    @property
+    def next_snapshot(self) -> Step:
+        """The step that is to be committed next, as far as this node knows."""
+        found = self.chain.after(self.newest_committed)
+        return found if found != NO_STEP else self.newest_committed + 1
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether this node says which steps are snapshots."""
+        return self.leads and self.world.seniority[0] == self.node
+
+    def follow(self, coordinator: NodeId, status: Status) -> None:
+        """Take over what a coordinator says of this generation, and tell the workers what is news."""
         self.echo = (coordinator, status.sent_at)
         self.contact_at = max(self.contact_at, status.certain)
         if self.swapping:
             if status.waiting:
                 self.waiting = True
                 self.be_patient()
-            return False
+            return
         if status.training:
             self.begin_training()
-        if status.committed <= self.committed:
-            return False
-        self.committed = status.committed
-        self.learn_committed(status.committed)
-        return True
+        is_news = self.chain.learn(status.snapshots, status.void)
+        if status.snapshots:
+            self.every = status.every
+        if status.committed > self.committed:
+            self.committed = status.committed
+            self.learn_committed(status.committed)
+            self.chain.forget_before(status.committed)
+            self.act(Commit(status.committed, status.snapshots, status.void))
+        elif is_news:
+            self.act(Announce(status.snapshots, status.void))
 
     def learn(self, promise: Promise) -> None:
         self.learn_committed(promise.committed)

@@ -350,8 +350,8 @@ class Controller:
             return
         if sender in ctx.suspects:  # a rival of our coordinator, which is not to take the silence for a loss meanwhile
             ctx.send(sender, messages.Report(ctx.world.generation))
-        elif ctx.follow(sender, message):
-            ctx.act(api.Commit(message.committed))
+        else:
+            ctx.follow(sender, message)
 
     def _node_failed(self, sender: NodeId, message: messages.NodeFailed) -> None:
         ctx = self._ctx

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
+from .chain import AUTO, Pace
 from .contact import Contact
 from .context import Context
-from .events import Mirrored, Protected, StepCommitted, SwapDone, TrainingStarted
+from .events import Mirrored, MirroringPaced, Protected, StepCommitted, SwapDone, TrainingStarted
 from .ledger import Ledger
 from .messages import Rehearse, Report, Start, Status, Verdict
 from .pairing import Pairing
@@ -83,6 +84,7 @@ class Coordination:
         self._committed: Step = NO_STEP
         self._committed_at = self._said_at = self._beat_at = context.now
         self._said: Status | None = None
+        self._pace, self._chain = Pace(context.every, context.policy.mirror_every_max), context.begun_chain()
 
     @property
     def unready(self) -> tuple[Rank, ...]:
@@ -102,6 +104,7 @@ class Coordination:
         self._ready |= fresh
         self._finished.update(rank for rank in report.finished if rank in own)
         ctx.learn_checkpoint(report.checkpoint)
+        self._chain.learn([step for step in report.wanted if step > self._committed], report.passed)
         self._has_news = self._ledger.replace(sender, report.holdings) or self._has_news
         self._covers_anew = self._coverage.absorb(sender, report) or self._covers_anew
         if ctx.leads:
@@ -152,6 +155,7 @@ class Coordination:
                 self._committed, self._committed_at = step, ctx.now
                 self._stalls.committed(step, ctx.step_s)
                 ctx.emit(StepCommitted(step))
+                self._choose()
             if self._ledger.unpaired > self._committed:
                 self._pairing.ask(f"what the ranks had issued by step {self._ledger.unpaired} does not pair")
         if self._covers_anew and self._committed >= self._floor and len(ctx.world.members) > 1:
@@ -159,6 +163,19 @@ class Coordination:
             self._say_protection()
         self._say(on_change_only=True)
         self._end_if_all_have()
+
+    def _choose(self) -> None:
+        """Choose the snapshot after the next one, by how many steps mirroring takes."""
+        ctx, chain = self._ctx, self._chain
+        chain.forget_before(self._committed)
+        if ctx.policy.mirror_every != AUTO or not ctx.chooses:
+            return
+        took = max((self._coverage.reports[node].took_steps for node in ctx.world.active), default=0.0)
+        if self._pace.note(took):
+            ctx.emit(MirroringPaced(self._pace.every, took))
+        following = chain.after(self._committed)
+        if following != NO_STEP and chain.after(following) == NO_STEP:
+            chain.learn([following + self._pace.every])
 
     def _end_if_all_have(self) -> None:
         """End the job well once all scripts have ended, and after a swap what they have issued pairs."""
@@ -185,6 +202,9 @@ class Coordination:
     def _say(self, on_change_only: bool = False) -> None:
         ctx = self._ctx
         status = Status(ctx.world.generation, self._committed, ctx.training, ctx.waiting)
+        if ctx.chooses:
+            snapshots, void = self._chain.announced(self._committed), self._chain.voided()
+            status = msgspec.structs.replace(status, every=self._pace.every, snapshots=snapshots, void=void)
         if on_change_only and status == self._said:
             return
         self._said, self._said_at = status, ctx.now

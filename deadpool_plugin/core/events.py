@@ -55,6 +55,13 @@ class StepCommitted(Event, frozen=True):
     step: int
 
 
+class MirroringPaced(Event, frozen=True):
+    """From now on every `every`-th step is mirrored: the mirroring of the newest one took so many `steps`."""
+
+    every: int
+    steps: float = 0.0
+
+
 class NodeLost(Event, frozen=True):
     lost: tuple[int, ...]
     evidence: str = ""

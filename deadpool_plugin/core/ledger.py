@@ -1,8 +1,8 @@
 """The holders of each snapshot; from them the committed step, the step a world can go back to, and the plan for that.
 
 Rules of this file: the ledger believes verified holdings only and draws conclusions from nothing else; functions
-return a reason for people where there is no answer. Two slots per rank are enough because of `may_stage`
-(exhaustive search over 3 nodes and 5 steps: without this gate even 4 slots lose a recoverable state).
+return a reason for people where there is no answer. Two slots per rank are enough because of the gate (chain.py;
+exhaustive search over 3 nodes and 5 steps: without it even 4 slots lose a recoverable state).
 """
 
 from __future__ import annotations
@@ -34,11 +34,6 @@ class RestorePoint(msgspec.Struct, frozen=True):
 
     step: Step
     sources: tuple[Source, ...]
-
-
-def may_stage(step: Step, committed: Step) -> bool:
-    """Return whether the gate is open. `step` overwrites `step - 2`, needed until `step - 1` is committed."""
-    return step <= 1 or committed >= step - 1
 
 
 class Ledger:
@@ -220,6 +215,7 @@ def plan_swap(
     covers: Mapping[NodeId, Mapping[Rank, bool]] = {},  # what spares rehearse, and whether each is done
     suspicions: tuple[Suspicion, ...] = (),
     doubted: Collection[NodeId] = (),  # whose ranks move as far as there are spares
+    every: int = 1,  # how many steps the first snapshots of the next generation are apart
 ) -> SwapPlan | Unrecoverable:
     """The plan for the world without its lost nodes, or why there is none. One node takes all ranks of a lost one."""
     survivors = tuple(node for node in world.members if node not in lost)
@@ -244,4 +240,6 @@ def plan_swap(
     order = sorted(node for node in world.active if node in living) + [n for n in world.spares if n in living]
     store = next((stores[node] for node in order if stores.get(node)), "") if point.step != NO_STEP else ""
     in_place = tuple(rank for rank in lost_ranks if world.node_of[rank] not in vacated)
-    return SwapPlan(after, point.step, lost_nodes, point.sources, store, in_place, tuple(joined), vacated, suspicions)
+    return SwapPlan(
+        after, point.step, lost_nodes, point.sources, store, in_place, tuple(joined), vacated, suspicions, every
+    )

@@ -131,18 +131,35 @@ class ArenaHandOver(LocalMessage, frozen=True):
     rank: Rank  # whose two own slots are in the memfd (mirror/arena.py maps it)
     header_bytes: Count
     payload_bytes: Count
+    every: Count = 1  # as in SwapPlan
+    fixed: bool = True  # it stays so
     descriptors: ClassVar[int] = 1
 
 
 class Staged(LocalMessage, frozen=True):
     rank: Rank
-    step: Step  # slot `step % 2` is complete
+    step: Step  # a slot is complete
     generation: Generation
-    records: bytes  # of its calls, opaque
+    records: list[bytes]  # of the calls of the steps since the snapshot before, opaque; those of `step` last
+    took_steps: float = 0.0  # how many steps the mirroring of the snapshot before took
 
 
 class Committed(LocalMessage, frozen=True):
     step: Step  # opens the gate
+    snapshots: tuple[Step, ...] = ()  # as in messages.Status
+    void: tuple[Step, ...] = ()
+
+
+class Wanted(LocalMessage, Input, frozen=True):
+    rank: Rank  # whose save waits for
+    step: Step  # to be committed, of which no snapshot is to be taken so far
+    generation: Generation
+
+
+class Passed(LocalMessage, Input, frozen=True):
+    rank: Rank  # which has begun to change the state of
+    step: Step  # of which it heard only then that it is to be a snapshot
+    generation: Generation
 
 
 class Abort(LocalMessage, frozen=True):
@@ -153,6 +170,8 @@ class Join(LocalMessage, frozen=True):
     generation: Generation  # in which a survivor is to go on, once it has rebuilt its groups
     store: str
     restore_step: Step  # to restore, and to redo its calls from
+    every: Count = 1  # as in SwapPlan
+    fixed: bool = True  # it stays so
 
 
 class Recording(LocalMessage, frozen=True):
@@ -197,6 +216,8 @@ class TakeOver(LocalMessage, frozen=True):
     restore_step: Step  # up to which `History` has been sent before
     header_bytes: Count
     payload_bytes: Count
+    every: Count = 1  # as in SwapPlan
+    fixed: bool = True  # it stays so
     descriptors: ClassVar[int] = 1  # the arena, which holds the snapshot of `restore_step`
 
 
@@ -242,7 +263,7 @@ class WorkerEvent(LocalMessage, frozen=True):
 AnyLocalMessage = (
     SupervisorHello | StandbyExited | Leaving | End | StandbyHello | Imports | RunRank | RunsRank | EndProcess
     | WorkerExited | CannotEnd | WorkerHello | RehearsalOutput | StackFile | StoreOffer | HostStore | StartGroups
-    | RankReady | ArenaHandOver | Staged | Committed | Abort | Join | Recording | Rehearsed | History | Park | Parked
-    | Moved | WorkerMoved | ConnectionBroke | TakeOver | Unwound | Saving | WorkerRestored | OutOfReach
+    | RankReady | ArenaHandOver | Staged | Committed | Wanted | Passed | Abort | Join | Recording | Rehearsed | History
+    | Park | Parked | Moved | WorkerMoved | ConnectionBroke | TakeOver | Unwound | Saving | WorkerRestored | OutOfReach
     | CheckpointSaved | Failing | WorkerFinished | WorkerEvent
 )  # fmt: skip

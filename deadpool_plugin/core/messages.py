@@ -59,6 +59,9 @@ class Report(OfGeneration, frozen=True):
     unable: str = ""  # why it could not take over all the same
     pruned: bool = False  # records of first steps of this node's ranks are dropped
     broken: tuple[NodeId, ...] = ()  # the other end of the training connection that is `stuck` (the sender: not known)
+    took_steps: float = 0.0  # how many steps the newest mirroring known here took, of the ranks of this node
+    wanted: tuple[Step, ...] = ()  # steps of which a rank of this node wants a snapshot, for a save to begin
+    passed: tuple[Step, ...] = ()  # those announced of which a rank of this node can take none any more
 
 
 class Status(OfGeneration, frozen=True):
@@ -69,6 +72,9 @@ class Status(OfGeneration, frozen=True):
     waiting: bool = False  # no spare is left for a loss: everyone holds what it has until a host joins
     sent_at: float = NEVER  # by the coordinator's clock; for this and the next see contact.py
     certain: float = NEVER  # `sent_at` of the receiver's newest report that a majority heard the coordinator after
+    every: Count = 1  # how many steps snapshots are apart; for this and the next two see chain.py
+    snapshots: tuple[Step, ...] = ()  # those after `committed` that no rule gives
+    void: tuple[Step, ...] = ()  # those after `committed` that are no snapshots after all
 
 
 class Start(Message, frozen=True):

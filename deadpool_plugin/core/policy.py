@@ -23,6 +23,13 @@ class Policy:
     spares: int = 0  # how many nodes stand by in a job that has all the hosts it was given
     spare_command: bool = False  # there is one, which brings a host in the place of a lost one
     spare_command_limit_s: float = 1800.0  # for so long its host may take to join once it has ended
+    mirror_every: int = 1  # how many steps snapshots are apart; AUTO: as many as mirroring keeps up with (chain.py),
+    mirror_every_max: int = 16  # but no more than this
+
+    @property
+    def begins_every(self) -> int:
+        """How many steps the first snapshots of a job are apart."""
+        return max(1, self.mirror_every)
 
 
 @dataclass(frozen=True)

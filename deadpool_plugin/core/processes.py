@@ -28,7 +28,7 @@ from .policy import Budget
 from .spares import Rehearsing
 from .types import NEVER, NO_STEP, Checkpoint, Failure, Generation, Holding, NodeId, Rank, Step, Suspicion, listed
 
-AGAIN_WITHIN_STEPS = 2  # an error that comes back before more steps were committed is the same one
+AGAIN_WITHIN_STEPS = 2  # an error that comes back before more steps (snapshots, if apart) were committed is the same
 RAISES_MAX = 3  # of a script in a row, first and second on one host, third on another: then the error is its own
 STORE_GONE = "the process whose store the groups were to be built over is gone"
 
@@ -45,6 +45,8 @@ class Processes:
         self._ready: set[Rank] = set()
         self._finished: set[Rank] = set()
         self._moves = 0  # how often a process has got on
+        self._took_steps: dict[Rank, float] = {}  # how many steps the newest mirroring took that each rank knows of
+        self._wanted, self._passed = set[Step](), set[Step]()
         self._pruned = False  # records of the first steps of a rank of this node are dropped
         self._offers: dict[int, tuple[bool, str]] = {}  # whether a slot's process runs a rank, its store; newest last
         self._lost_stores: set[str] = set()
@@ -95,6 +97,9 @@ class Processes:
                 able=self.rehearsing.able,
                 unable=self.rehearsing.unable,
                 pruned=self._pruned,
+                took_steps=max(self._took_steps.values(), default=0.0),
+                wanted=tuple(sorted(step for step in self._wanted if step > ctx.committed)),
+                passed=tuple(sorted(step for step in self._passed if step > ctx.committed)),
             )
         ctx.send(ctx.coordinator, report)
         for failure in () if ctx.swapping else self.failures:
@@ -104,8 +109,10 @@ class Processes:
         """Note what the coordinator must hear of. Returns: whether a promise that was made says too little now."""
         ctx = self._ctx
         match event:
-            case api.SnapshotHeld(holding, generation):
-                if self._hold(holding, generation):
+            case api.SnapshotHeld(holding, generation, older, took_steps):
+                if took_steps:
+                    self._took_steps[holding.rank] = took_steps
+                if self._hold(holding, generation, older):
                     # A step is committed once every node has all of it, so one's own part is told when it is complete.
                     ctx.note(all((rank, holding.step) in self._held for rank in self._to_hold))
             case local.WorkerMoved():
@@ -121,6 +128,11 @@ class Processes:
                     self._reach(self._ready, rank)
             case local.WorkerFinished(rank):
                 self._reach(self._finished, rank)
+            case local.Wanted() | local.Passed():
+                steps = self._wanted if isinstance(event, local.Wanted) else self._passed
+                if event.generation == ctx.world.generation and not ctx.swapping:
+                    ctx.note(event.step not in steps)
+                    steps.add(event.step)
             case local.CheckpointSaved(step, path, whole):
                 ctx.note(ctx.learn_checkpoint(Checkpoint(whole, step, path)))
             case api.RecordsDropped():
@@ -163,7 +175,7 @@ class Processes:
                 return ctx.note(self.store != before)
         return False
 
-    def _hold(self, holding: Holding, generation: Generation) -> bool:
+    def _hold(self, holding: Holding, generation: Generation, before: Step) -> bool:
         """Note a verified snapshot. One of an older generation counts only up to the step the world went back to."""
         key, current = (holding.rank, holding.step), self._ctx.world.generation
         if generation != current and not (generation < current and holding.step <= self._floor):
@@ -172,7 +184,7 @@ class Processes:
             return False
         self._held[key] = holding
         for rank, step in list(self._held):
-            if rank == holding.rank and step < holding.step - 1:
+            if rank == holding.rank and step < holding.step and step != before:
                 del self._held[rank, step]
         return True
 
@@ -184,7 +196,8 @@ class Processes:
         """Those that count still, and those of scripts that have just `failed`. A rank that has got further since has
         met another error."""
         newest = self._ctx.newest_committed
-        found = {rank: one for rank, one in self._suspicions.items() if newest - one.step <= AGAIN_WITHIN_STEPS}
+        within = AGAIN_WITHIN_STEPS * self._ctx.every
+        found = {rank: one for rank, one in self._suspicions.items() if newest - one.step <= within}
         return found | {one.rank: Suspicion(one.rank, one.raises, newest) for one in failed if one.raises}
 
     def _raise(self, rank: Rank, exit_code: int, reason: str) -> bool:
@@ -261,10 +274,12 @@ class Processes:
                 self._suspicions[one.rank] = one
         self._held = {key: holding for key, holding in self._held.items() if key[1] <= plan.restore_step}
         self._moves = 0
+        self._took_steps.clear()
         if ctx.begins_at_top:
             self._offers.clear()  # every process is a new one
         self.consume(plan.store)
         # Reconfigure replaces the dead processes; ranks are ready and finished again only when they say so again.
-        for of_the_old_one in (self._ready, self._finished, self._lost_stores, self.gone, self._gone_elsewhere):
-            of_the_old_one.clear()
+        of_the_old_one = self._ready, self._finished, self._lost_stores, self.gone, self._gone_elsewhere
+        for each in (*of_the_old_one, self._wanted, self._passed):
+            each.clear()
         self.rehearsing.begin_generation()

@@ -30,7 +30,7 @@ AGAIN_TIMES = 2  # the limit of the first step since a swap, in ordinary limits:
 NOTICE_S, NOTICE_TIMES = 5.0, 4  # said after so long, and so often the longest of the last steps
 PATIENT_NOTICE_S = 30.0  # where whoever is waited for is in what takes long as a rule
 FIRST_LOOK = 0.8  # of the limit: the stack is taken then and at the limit
-SAME_WITHIN_STEPS = 2  # a hang that comes back before more steps were committed is the same one
+SAME_WITHIN_STEPS = 2  # a hang that comes back before more steps (snapshots, if apart) were committed is the same one
 UNKNOWN_MAX = 3  # hangs within few steps of which nobody knows whose they are: the last of them ends the job
 ANSWER_S = 2.0  # for nodes to say where their ranks are; a stack takes one
 UNKNOWN_PATIENCES = 5  # until then two hosts that do not hear each other have been told apart (contact.py)
@@ -337,7 +337,7 @@ class Stalls:
         found = find(told, ctx.world.node_of)
         if unheard := self._unheard:
             found = Finding((), f"node {listed(unheard)} has not said where its processes are")
-        elif not found.ranks and (lacks := ledger.lacking(ctx.world, ctx.newest_committed + 1, ctx.policy.copies)):
+        elif not found.ranks and (lacks := ledger.lacking(ctx.world, ctx.next_snapshot, ctx.policy.copies)):
             found = Finding((), f"{found.what}; {lacks}")
         self._found = found
         places, stacks = self._places(found.ranks), {one.rank: one.stack for one in told if one.stack}
@@ -390,7 +390,7 @@ class Stalls:
     def _act(self, found: Finding, limit_s: float, stacks: Mapping[Rank, tuple[str, ...]]) -> str:
         """Do what comes next for this hang. Returns: why all are to go on in a new generation, or ""."""
         ctx, newest, ranks = self._ctx, self._ctx.newest_committed, found.ranks
-        if self._hang.steps and newest - self._hang.steps[-1] > SAME_WITHIN_STEPS:
+        if self._hang.steps and newest - self._hang.steps[-1] > SAME_WITHIN_STEPS * ctx.every:
             self._hang = Hang()
         hang, nodes = self._hang, {ctx.world.node_of[rank] for rank in ranks}
         hang.since = hang.since if hang.steps else self._moved_at

@@ -243,6 +243,7 @@ class Swaps:
             covers={node: dict(promise.covers) for node, promise in promises.items() if promise.covers},
             suspicions=tuple(self._processes.suspicions(failed.values()).values()),
             doubted={ctx.world.node_of[rank] for rank in doubted},
+            every=ctx.every if ctx.has_trained else ctx.policy.begins_every,
         )
         if isinstance(plan, NoSpare) and ctx.policy.wait_for_hosts:
             proposal.waits_with = ctx.joinable  # all have said what they hold: that stays true for as long as it takes

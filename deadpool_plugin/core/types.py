@@ -144,6 +144,7 @@ class SwapPlan(msgspec.Struct, frozen=True, array_like=True):
     joined: tuple[NodeId, ...] = ()  # hosts that were no members before
     vacated: tuple[NodeId, ...] = ()  # living nodes whose ranks move to others, and that stand by from now on
     suspicions: tuple[Suspicion, ...] = ()  # those that count in this generation
+    every: Count = 1  # how many steps the first snapshots after `restore_step` are apart (chain.py)
 
 
 class Unrecoverable(msgspec.Struct, frozen=True, array_like=True):

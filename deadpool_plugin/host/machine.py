@@ -155,7 +155,7 @@ class Machine:
         self.output = Writer()
         self.processes = Processes(job_tag, config.patience_s)
         self.processes.start()
-        self.store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
+        self.store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes, config.history_kept)
         self.bulk = BulkTransfers(node, credentials, self.store, where[0], config)
         self.witness = SharedFolder(config.witness) if config.witness is not None else None
         self._commands: set[int] = set()

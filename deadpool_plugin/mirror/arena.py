@@ -1,10 +1,11 @@
 """Two snapshot slots of one rank in one memfd, shared by descriptor between agent and worker; the memory for them.
 
-Rules of this file: snapshot `step` lives in slot `step % 2`. A writer calls `invalidate(step)`, writes
-`payload(step)`, and calls `seal(step, ...)`. The header is written last and its digest makes a torn one invalid, so a
-writer killed at any point leaves the other slot whole and this one invalid. The payload carries no digest of its own
-(it would cost training time); its transfer does (wire.py). The ledger's gate decides when a slot may be overwritten.
-Behind the slots lie the generation that the agent has announced, and the rank's flight recorder.
+Rules of this file: a snapshot is written over the older one, or whatever its writer need not keep. A writer calls
+`invalidate(step, keep)`, writes `payload(step)`, and calls `seal(step, ...)`. The header is written last and its digest
+makes a torn one invalid, so a writer killed at any point leaves the other slot whole and this one invalid. The payload
+carries no digest of its own (it would cost training time); its transfer does (wire.py). The gate (core/chain.py)
+decides when a slot may be overwritten. Behind the slots lie the generation that the agent has announced, and the rank's
+flight recorder.
 
 Slots are made while there is memory: the smallest of the kernel's MemAvailable and the headroom of every cgroup (v2 or
 v1) above this process. Page cache that a cgroup can drop, active or not, is headroom.
@@ -27,14 +28,14 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from ..core.types import Count, Digest, Generation, Rank, Step
+from ..core.types import NO_STEP, Count, Digest, Generation, Rank, Step
 from ..errors import ConfigError, MemoryShortage, TransportError, invariant
 from ..transport import linux
 from ..transport.flight_recorder import AREA_BYTES
 from ..transport.linux import libc
 
 PAGE_BYTES = mmap.PAGESIZE
-_PREFIX = struct.Struct("<8sQQ")  # magic, length of the encoded header, its xxh3
+_PREFIX = struct.Struct("<8sQQq")  # magic, length of the encoded header, its xxh3, the step
 _GENERATION = struct.Struct("<Q")
 _MAGIC = b"deadpool"
 _SEALS = linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_SEAL
@@ -69,6 +70,7 @@ class Snapshot(NamedTuple):
     encoded: bytes
     digest: int  # the xxh3 of `encoded`: it tells the snapshots that a slot has held apart
     payload: memoryview
+    slot: int
 
 
 _decode = msgspec.msgpack.Decoder(SnapshotHeader).decode
@@ -91,6 +93,7 @@ class SlotPair:
         self.header_bytes, self.payload_bytes = header_bytes, payload_bytes
         # Slot -> digest of a header, checksums of its payload's frames when they were first sent or received here.
         self.sums: dict[int, tuple[int, Sums]] = {}
+        self._writing = (NO_STEP, 0)  # the step that was begun last, and its slot
         self._payload_at = _rounded_up(header_bytes)
         self._slot_bytes = self._payload_at + _rounded_up(payload_bytes)
         self._view = self._mapped(arena_bytes(header_bytes, payload_bytes))
@@ -152,13 +155,37 @@ class SlotPair:
                 raise OSError(failure.errno, f"{failure.strerror} after {start} bytes") from failure
             going_on()
 
-    def _slot(self, step: int) -> memoryview:
-        invariant(step >= 0, "snapshots have steps from 0 on")
-        return self._view[step % 2 * self._slot_bytes :]
+    def _slot(self, slot: int) -> memoryview:
+        return self._view[slot * self._slot_bytes :]
 
-    def payload(self, step: int) -> memoryview:
+    def step_in(self, slot: int) -> Step:
+        """Return the step of which the slot says that it holds the snapshot; NO_STEP if it holds none."""
+        view = self._slot(slot)
+        if len(view) < _PREFIX.size:  # closed
+            return NO_STEP
+        magic, _, _, step = _PREFIX.unpack_from(view)
+        return int(step) if magic == _MAGIC else NO_STEP
+
+    def slot_of(self, step: Step, keep: Step = NO_STEP) -> int:
+        """Return the slot in which `step` is or is being written, else that to write it to: not that of `keep`."""
+        invariant(step >= 0, "snapshots have steps from 0 on")
+        held = [self.step_in(slot) for slot in (0, 1)]
+        if step in held:
+            return held.index(step)
+        if self._writing[0] == step:
+            return self._writing[1]
+        if keep >= 0 and keep in held:
+            return 1 - held.index(keep)
+        # What is newer is of a history that did not happen; of the rest the older one.
+        worth = [(one != NO_STEP, one < step, one) for one in held]
+        return worth.index(min(worth))
+
+    def payload_in(self, slot: int) -> memoryview:
+        return self._slot(slot)[self._payload_at : self._payload_at + self.payload_bytes]
+
+    def payload(self, step: Step) -> memoryview:
         """Return the bytes of the slot of `step`, writable, page-aligned; valid only if `open(step)` says so."""
-        return self._slot(step)[self._payload_at : self._payload_at + self.payload_bytes]
+        return self.payload_in(self.slot_of(step))
 
     @property
     def announced(self) -> int:
@@ -174,9 +201,22 @@ class SlotPair:
         start = 2 * self._slot_bytes + PAGE_BYTES
         return self._view[start : start + AREA_BYTES]
 
-    def invalidate(self, step: int) -> None:
-        """Empty the slot of `step`, whatever it holds; call before the first byte is written to its payload."""
-        self._slot(step)[: _PREFIX.size] = bytes(_PREFIX.size)
+    def invalidate(self, step: Step, keep: Step = NO_STEP) -> Step:
+        """Empty the slot for `step`; call before the first byte is written to its payload. Returns: what was in it."""
+        slot = self.slot_of(step, keep)
+        self._writing = step, slot
+        return self._empty(slot)
+
+    def _empty(self, slot: int) -> Step:
+        before = self.step_in(slot)
+        self._slot(slot)[: _PREFIX.size] = bytes(_PREFIX.size)
+        return before
+
+    def drop_newer(self, step: Step) -> None:
+        """Empty the slots that hold later snapshots."""
+        for slot in (0, 1):
+            if self.step_in(slot) > step:
+                self._empty(slot)
 
     def seal(self, step: int, generation: int, layout_hash: str, scalars: bytes, paired: int = 0) -> None:
         """Declare the slot's payload complete. Raises: ConfigError if the `scalars` do not fit into the header."""
@@ -185,22 +225,24 @@ class SlotPair:
 
     def seal_encoded(self, step: int, encoded: bytes) -> None:
         """Seal a slot with a header taken from another slot. Raises: ConfigError."""
-        slot, need = self._slot(step), _PREFIX.size + len(encoded)
+        need = _PREFIX.size + len(encoded)
         if need > self.header_bytes:
             raise ConfigError(
                 f"the snapshot header of rank {self.rank}, step {step} (its scalars) takes {need} bytes, "
                 f"there is room for {self.header_bytes}: set header_kib to at least {-(-need // 1024)}"
             )
         self.invalidate(step)
+        slot = self._slot(self._writing[1])
         slot[_PREFIX.size : need] = encoded
-        slot[: _PREFIX.size] = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
+        slot[: _PREFIX.size] = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded), step)
 
     def sealed(self, step: int) -> Snapshot | None:
-        """Read and verify the header of `step`; None if the slot is invalid or holds another step."""
-        slot = self._slot(step)
-        if len(slot) < _PREFIX.size:  # closed
+        """Read and verify the header of `step`; None if no slot holds it."""
+        number = next((slot for slot in (0, 1) if step >= 0 and self.step_in(slot) == step), None)
+        if number is None:
             return None
-        magic, length, digest = _PREFIX.unpack_from(slot)
+        slot = self._slot(number)
+        magic, length, digest, _ = _PREFIX.unpack_from(slot)
         if magic != _MAGIC or length > self.header_bytes - _PREFIX.size:
             return None
         encoded = bytes(slot[_PREFIX.size : _PREFIX.size + length])
@@ -209,7 +251,7 @@ class SlotPair:
         header = _decode(encoded)
         if (header.rank, header.step) != (self.rank, step):
             return None
-        return Snapshot(self, header, encoded, digest, self.payload(step)[: header.payload_bytes])
+        return Snapshot(self, header, encoded, digest, self.payload_in(number)[: header.payload_bytes], number)
 
     def open(self, step: int) -> SnapshotHeader | None:
         """Read the header of snapshot `step`; None if the slot does not hold it whole."""

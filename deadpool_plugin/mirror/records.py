@@ -21,9 +21,7 @@ import zstandard
 from ..core.types import NO_STEP, Step
 from ..errors import DeadpoolError
 
-# The newest steps stay whatever they take: a swap may go back to those in the two slots, and the gate lets this rank be
-# one step ahead of what is committed.
-KEPT_MIN = 3
+KEPT_MIN = 3  # the newest steps of which there are records one by one
 ROW_STEPS = 1024  # a row ends before a multiple of this, so that the rows of two nodes are the same,
 ROW_BYTES = 1 << 19  # or where it has so many bytes: to compress them takes 1 to 4 ms, which the event loop can spare
 _LEVEL = 3
@@ -72,10 +70,14 @@ class _Row(NamedTuple):
 
 
 class CallHistory:
-    """The records of one rank: `first`..`last`, both NO_STEP if there are none. Thread: any."""
+    """The records of one rank: `first`..`last`, both NO_STEP if there are none. Thread: any.
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes, self._lock = limit_bytes, threading.RLock()
+    The newest `kept` steps stay whatever they take: a swap may go back to those in the two slots, and the gate lets
+    this rank be ahead of what is committed.
+    """
+
+    def __init__(self, limit_bytes: int, kept: int = KEPT_MIN) -> None:
+        self._limit_bytes, self._kept, self._lock = limit_bytes, kept, threading.RLock()
         self._rows: list[_Row] = []
         self._newest: list[bytes] = []  # the records of the steps after them
         self._rows_bytes = self._newest_bytes = 0
@@ -134,9 +136,9 @@ class CallHistory:
 
     def _prune(self) -> None:
         while self.held_bytes > self._limit_bytes:
-            if self._rows and self.last - self._rows[0].last >= KEPT_MIN:
+            if self._rows and self.last - self._rows[0].last >= self._kept:
                 self._rows_bytes -= len(self._rows.pop(0).data)
-            elif not self._rows and len(self._newest) > KEPT_MIN:
+            elif not self._rows and len(self._newest) > self._kept:
                 self._newest_bytes -= len(self._newest.pop(0))
             else:
                 return
@@ -183,7 +185,7 @@ class CallHistory:
 
     def upto(self, last: Step) -> CallHistory:
         """Copy all but the steps after `last`. Raises: HistoryPruned if that one is not held."""
-        copy = CallHistory(self._limit_bytes)
+        copy = CallHistory(self._limit_bytes, self._kept)
         with self._lock:
             self.get(last, last)
             copy._rows, copy._newest, copy.last = [*self._rows], [*self._newest], self.last

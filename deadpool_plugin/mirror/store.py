@@ -18,7 +18,7 @@ import xxhash
 from ..core.types import NO_STEP, Generation, Holding, Rank, Step
 from ..errors import DeadpoolError, StaleGeneration, TransportError
 from .arena import GoingOn, SlotMaker, SlotPair, Snapshot, Sums, free, goes_on
-from .records import CallHistory, NotHeld
+from .records import KEPT_MIN, CallHistory, NotHeld
 
 WRITER_TIMEOUT_S = 10.0
 
@@ -32,10 +32,13 @@ class CorruptSnapshot(DeadpoolError):
 
 
 class SnapshotStore:
-    """See the module. `history_limit_bytes`: per rank. `headroom_bytes`: host memory that new slots must leave free."""
+    """See the module. `history_limit_bytes`: per rank, of which the newest `history_kept` steps stay in any case.
+    `headroom_bytes`: host memory that new slots must leave free."""
 
-    def __init__(self, history_limit_bytes: int = 256 << 20, headroom_bytes: int = 0) -> None:
-        self.maker, self._history_limit_bytes = SlotMaker(headroom_bytes), history_limit_bytes
+    def __init__(
+        self, history_limit_bytes: int = 256 << 20, headroom_bytes: int = 0, history_kept: int = KEPT_MIN
+    ) -> None:
+        self.maker, self._history_limit = SlotMaker(headroom_bytes), (history_limit_bytes, history_kept)
         self.recordings: dict[Rank, bytes] = {}  # of the ranks' start-up collectives, for those who rehearse them
         self.histories: dict[Rank, CallHistory] = {}
         self._lock = threading.RLock()
@@ -124,7 +127,7 @@ class SnapshotStore:
 
     def history(self, rank: Rank) -> CallHistory:
         if (history := self.histories.get(rank)) is None:
-            history = self.histories.setdefault(rank, CallHistory(self._history_limit_bytes))
+            history = self.histories.setdefault(rank, CallHistory(*self._history_limit))
         return history
 
     def _pair(self, rank: Rank) -> SlotPair | None:
@@ -161,9 +164,15 @@ class SnapshotStore:
             return self._hold(Holding(rank, step, True, replicas, snapshot.header.paired))
 
     def _hold(self, holding: Holding) -> Holding:
-        self._forget(holding.rank, lambda step: step < holding.step - 1 or step % 2 == holding.step % 2)
+        self._forget(holding.rank, lambda step: self._sealed(holding.rank, step) is None)
         self._holdings[holding.rank, holding.step] = holding
         return holding
+
+    def before(self, rank: Rank, step: Step) -> Step:
+        """Return the newest step before `step` whose snapshot of `rank` is listed; NO_STEP if none is."""
+        with self._lock:
+            listed = [held for one, held in self._holdings if one == rank and held < step]
+            return max((held for held in listed if self._sealed(rank, held) is not None), default=NO_STEP)
 
     def _forget(self, rank: Rank, which: Callable[[Step], bool]) -> None:
         for key in [key for key in self._holdings if key[0] == rank and which(key[1])]:
@@ -212,9 +221,9 @@ class SnapshotStore:
         wrong: list[int] = []
         with self._lock:
             if sums:
-                digest, before = read.pair.sums.get(step % 2, (0, ()))
+                digest, before = read.pair.sums.get(read.slot, (0, ()))
                 if digest != read.digest or not before:
-                    read.pair.sums[step % 2] = (read.digest, sums)
+                    read.pair.sums[read.slot] = (read.digest, sums)
                 else:
                     wrong = [at for at, pair in enumerate(zip(before, sums, strict=True)) if pair[0] != pair[1]]
             if wrong:
@@ -313,8 +322,9 @@ class SnapshotStore:
         header_bytes: int,
         payload_bytes: int,
         going_on: GoingOn = goes_on,
+        before: Step = NO_STEP,
     ) -> SlotPair:
-        """Get mirror slots of at least this size, the one of `step` emptied; the caller is `writing`.
+        """Get mirror slots of at least this size, one but `before`'s emptied for `step`; the caller is `writing`.
 
         Raises, Blocks: as `make_own`; StaleGeneration; TransportError for a rank of this node.
         """
@@ -329,8 +339,9 @@ class SnapshotStore:
                         unused = self._replace_mirror(unused)
                     pair = self._mirrored.get(rank)
                     if pair is not None and pair.payload_bytes >= payload_bytes and pair.header_bytes >= header_bytes:
-                        self._forget(rank, lambda held: held % 2 == step % 2)
-                        pair.invalidate(step)
+                        kept = before if (rank, before) in self._holdings else self.before(rank, step)
+                        gone = {step, pair.invalidate(step, kept)}
+                        self._forget(rank, gone.__contains__)
                         return pair
                 unused = self.maker.make(rank, header_bytes, payload_bytes, going_on)
         finally:
@@ -358,7 +369,7 @@ class SnapshotStore:
                 raise TransportError(f"the mirror of rank {rank} was released while step {step} arrived")
             pair.seal_encoded(step, encoded)
             self._hold(holding)
-            pair.sums[step % 2] = (xxhash.xxh3_64_intdigest(encoded), sums)
+            pair.sums[pair.slot_of(step)] = (xxhash.xxh3_64_intdigest(encoded), sums)
             self.history(rank).append(step, *records)
 
     def already_mirrored(self, rank: Rank, step: Step, digest: int, payload: bool) -> Holding | None:

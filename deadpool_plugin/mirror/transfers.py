@@ -156,7 +156,7 @@ class BulkServer:
                 stream.send(wire.Wait())
                 told = time.monotonic()
 
-        pair = store.begin_mirror(push.rank, push.step, generation, push.header_bytes, size, going_on)
+        pair = store.begin_mirror(push.rank, push.step, generation, push.header_bytes, size, going_on, push.before)
         stream.generation = generation
         try:
             store.check_generation(generation)  # a fence that has come before cuts nothing here
@@ -208,6 +208,7 @@ class SnapshotPush(msgspec.Struct, frozen=True):
     replicas: tuple[Rank, ...]
     layout_hash: str
     records: bytes  # of `step`; earlier ones that the peer lacks go along
+    before: Step = -1  # the snapshot that is needed until this one is committed
 
 
 class _Peer:
@@ -346,7 +347,7 @@ class BulkTransfers:
         if snapshot.header.layout_hash != push.layout_hash:
             raise NotHeld(f"rank {rank}, step {step} has layout {snapshot.header.layout_hash}", push.layout_hash)
         header = snapshot.pair.header_bytes, snapshot.encoded
-        stream.send(wire.Push(rank, step, push.generation, push.replicas, *header, push.with_payload))
+        stream.send(wire.Push(rank, step, push.generation, push.replicas, *header, push.with_payload, push.before))
         answer = stream.expect(wire.Ready, wire.Done)
         if isinstance(answer, wire.Ready):
             stream.send_records(self._records(push, answer.history_last))
@@ -391,11 +392,12 @@ class BulkTransfers:
         Raises: StaleGeneration once `generation` is over; the slot is then invalid, or as it was.
         """
         encoded = await self._ask(source.header_node, wire.GetHeader(source.rank, step), BulkStream.recv_record)
-        header, view = decode_header(encoded, source.rank, step), into.payload(step)
-        if len(view) != header.payload_bytes:
-            raise TransportError(f"slots of {len(view)} bytes for a payload of {header.payload_bytes} bytes")
+        header = decode_header(encoded, source.rank, step)
+        if into.payload_bytes != header.payload_bytes:
+            raise TransportError(f"slots of {into.payload_bytes} bytes for a payload of {header.payload_bytes} bytes")
         self._store.check_generation(generation)
         into.invalidate(step)
+        view = into.payload(step)
 
         def receive(stream: BulkStream) -> None:
             stream.expect(wire.Ready)

@@ -53,6 +53,7 @@ class Push(BulkMessage, frozen=True):
     header_bytes: Size
     header: bytes  # encoded
     with_payload: bool
+    before: Step = -1  # the snapshot that is needed until this one is committed
 
 
 class PushRecording(BulkMessage, frozen=True):

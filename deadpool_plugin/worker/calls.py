@@ -2,7 +2,7 @@
 
 Rules of this file: a call is kept with all it needs to be done again with the same result: function and arguments,
 entry state (RNG, framework flags, scalars), and positions of data iterators. Segment s holds the calls after the cut of
-step s; its last is the update that makes step s + 1. No rank is more than two steps ahead of another (the gate).
+step s; its last is the update that makes step s + 1. No rank is more than two snapshots ahead of another (the gate).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from . import codec
 from .iterators import IteratorTable, RewindIterator
 from .patching import Function
 
-DEPTH = 2
 CALLS_MAX = 50_000  # between two cuts; a call costs some 5 KB without its inputs, which are kept too
 RECORDS_BYTES_MAX = 256 << 20  # between two cuts; whoever keeps a copy keeps those of three steps (mirror/records.py)
 RANDOM_STATES = "random states"  # the record of what the script itself drew after a call, before the next (`rng.drawn`)
@@ -137,6 +136,7 @@ class CallLog:
         self._calls: list[LoggedCall] = []
         self._given: list[LoggedCall] = []  # those of them that were given what the script could change
         self._records = defaultdict[int, list[bytes]](list)
+        self._whole: dict[int, bytes] = {}  # those of segments that are over, each as one blob
         self._bytes = 0  # of records since the last cut
         self._drew_at = 0  # of these the one before which the script has drawn, if it has
 
@@ -184,15 +184,20 @@ class CallLog:
         return [logged for logged in self._calls if logged.segment >= step]
 
     def records(self, segment: int) -> bytes:
-        """Return those of one segment as one blob: a list of `[name, outcome, pulls, read]`."""
-        return codec.joined(self._records.get(segment, []))
+        """Return those of one segment that is over as one blob: a list of `[name, outcome, pulls, read]`."""
+        if segment not in self._whole:
+            self._whole[segment] = codec.joined(self._records.pop(segment, []))
+        return self._whole[segment]
 
-    def prune(self, step: int) -> None:
-        """Forget what no swap asks for after the cut of `step`. Raises: Unsupported if the rest is not what it was."""
-        self.step, self.oldest = step, max(self.oldest, step - DEPTH)
+    def prune(self, step: int, oldest: int) -> None:
+        """Forget what no swap asks for after the cut of `step`: none goes back behind `oldest`.
+
+        Raises: Unsupported if the rest is not what it was.
+        """
+        self.step, self.oldest = step, max(self.oldest, oldest)
         self._bytes = self._drew_at = 0
         self._calls = self.after_cut(self.oldest)
-        self._records.pop(self.oldest - 1, None)
+        self._whole = {segment: blob for segment, blob in self._whole.items() if segment >= self.oldest}
         self._given = [logged for logged in self._given if logged.segment >= self.oldest]
         self.iterators.keep_only([start for logged in self._given for start in logged.iterators])
         for logged in self._given:  # so at the first cuts of a job, not in its first swap

@@ -73,15 +73,17 @@ class Kept:
     """A structure as it was given, in containers of its own, small tensors copied."""
 
     on_host_bytes = 0  # of all copies in page-locked memory
+    nbytes = 0  # of all tensors that are kept, wherever they are
 
     def __init__(self, value: Any) -> None:
-        self._on_host_bytes = 0
+        self._on_host_bytes = self._nbytes = 0
         self._leaves, self._spec = pytree.tree_flatten(value)
         self._copies: dict[int, torch.Tensor] = {}  # of small ones, by their places among the leaves
         self._versions: list[tuple[torch.Tensor, int]] = []
         for at, leaf in enumerate(self._leaves):
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
                 continue
+            self._nbytes += leaf.nbytes
             if leaf.numel() * leaf.element_size() <= COPIED_BYTES_MAX:
                 if fits := leaf.is_cuda and Kept.on_host_bytes + leaf.nbytes <= ON_HOST_BYTES_MAX:
                     self._on_host_bytes += leaf.nbytes
@@ -89,9 +91,11 @@ class Kept:
                 self._leaves[at], self._copies[at] = None, copied(leaf) if fits else leaf.detach().clone()
             elif not leaf.is_inference():  # which cannot tell that it was changed
                 self._versions.append((leaf, leaf._version))
+        Kept.nbytes += self._nbytes
 
     def __del__(self) -> None:
         Kept.on_host_bytes -= self._on_host_bytes
+        Kept.nbytes -= self._nbytes
 
     def again(self) -> Any:
         leaves = [copied_back(self._copies[at]) if at in self._copies else leaf for at, leaf in enumerate(self._leaves)]
@@ -120,7 +124,7 @@ class Inputs(Kept):
         if (shape := self.changed()) is not None:
             raise Unsupported(
                 f"an input of {shape} was changed in place after {self._user} had used it",
-                f"inputs above {COPIED_BYTES_MAX} bytes to stay as they are until two steps later",
+                f"inputs above {COPIED_BYTES_MAX} bytes to stay as they are until two snapshots later",
                 "make a new tensor for each batch",
             )
 

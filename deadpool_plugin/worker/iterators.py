@@ -161,8 +161,8 @@ class RewindIterator:
             if (shape := item.kept.changed()) is not None:
                 raise Unsupported(
                     f"a tensor of {shape} in a batch that a training call had read was changed in place",
-                    f"tensors above {COPIED_BYTES_MAX} bytes that a loader gives to stay as they are until two steps "
-                    "later",
+                    f"tensors above {COPIED_BYTES_MAX} bytes that a loader gives to stay as they are until two "
+                    "snapshots later",
                     "make new tensors for each batch, and change copies of them",
                 )
 

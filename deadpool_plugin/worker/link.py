@@ -1,7 +1,8 @@
 """The worker's line to its node's agent: one reading thread, and waits that a swap can interrupt.
 
-Rules of this file: the reading thread notes what came, and carries out two orders at once: every other decision is the
-main thread's. The agent's end of file ends the process: a worker without an agent is nobody's.
+Rules of this file: the reading thread notes what came, and carries out two orders at once. Every other decision is
+the main thread's, but that a snapshot is wanted of a step that was to have none. The agent's end of file ends the
+process: a worker without an agent is nobody's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NoReturn, Protocol
 
 from ..comm.generations import Generations
 from ..core import local
+from ..core.chain import Chain
 from ..errors import EXIT_FENCED, EXIT_OK, present
 from ..transport.framing import ConnectionClosed
 from ..transport.unix import LocalConnection
@@ -50,7 +52,10 @@ class AgentLink:
         self._inbox: deque[tuple[local.LocalMessage, list[int]]] = deque()
         self._join: local.Join | None = None
         self._end_code: int | None = None
-        self.committed = -1  # the newest step known to be so, -1 before the first
+        self.committed = -1  # the newest step known to be so, -1 before the first,
+        self.committed_at = 0.0  # and since when
+        self.chain = Chain()  # the steps of which this rank takes a snapshot, as far as they are known
+        self.on_snapshots: Callable[[], None] = lambda: None  # called when that changes, with the lock held
 
     def start(self, orders: Orders) -> None:
         """Begin reading (the process has a second thread from here on: no fork afterwards)."""
@@ -83,11 +88,23 @@ class AgentLink:
     def _note(self, message: local.LocalMessage, descriptors: list[int]) -> None:
         with self._changed:
             match message:
-                case local.Committed(step):
-                    self.committed = max(self.committed, step)
+                case local.Committed(step, snapshots, void):
+                    if step > self.committed:
+                        self.committed, self.committed_at = step, time.monotonic()
+                        self.chain.forget_before(step)
+                    # Else this process has yet to leave the state that a snapshot would be taken of.
+                    if self.chain.learn(snapshots, void) and self._generations.announced <= self._generations.current:
+                        self.on_snapshots()
                 case local.Join(restore_step=restore_step):
                     self._join = message
                     self.committed = min(self.committed, restore_step)  # what came after it has not happened
+                    self.chain = Chain(restore_step, message.every, message.fixed)
+                case local.TakeOver(restore_step=restore_step):
+                    self.chain = Chain(restore_step, message.every, message.fixed)
+                    self._inbox.append((message, descriptors))
+                case local.ArenaHandOver():
+                    self.chain = Chain(0, message.every, message.fixed)
+                    self._inbox.append((message, descriptors))
                 case local.End(exit_code):
                     self._end_code = exit_code
                 case _:
@@ -115,11 +132,19 @@ class AgentLink:
         with self._changed:
             self._changed.notify_all()
 
-    def wait_for_commit(self, step: int, cancelled: Callable[[], bool]) -> bool:
-        """Staging thread: block until `step` is committed (True) or `cancelled()` (False)."""
+    def wait_for_gate(self, step: int, cancelled: Callable[[], bool]) -> int | None:
+        """Staging thread: block until `step` may be staged. Returns: the snapshot before it; None if `cancelled()`."""
         with self._changed:
-            self._changed.wait_for(lambda: cancelled() or self.committed >= step)
-            return not cancelled()
+            self._changed.wait_for(lambda: cancelled() or self.chain.may_stage(step, self.committed))
+            return None if cancelled() else self.chain.before(step)
+
+    @property
+    def generation(self) -> int:
+        return self._generations.current
+
+    def locked(self) -> threading.Condition:
+        """Return what keeps `committed` and `chain` as they are while it is held."""
+        return self._changed
 
     def wait_for_join(self) -> local.Join:
         """Tell the agent that this rank has unwound; block until it hands over the newest plan. Raises: JobEnded."""

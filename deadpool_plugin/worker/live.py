@@ -20,6 +20,7 @@ from ..comm.fabric import HandleWork
 from ..comm.generations import Generations
 from ..comm.handle import Handle
 from ..core import local
+from ..core.policy import Policy
 from ..core.signatures import DEVICE, Activity
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
 from ..mirror.arena import SlotPair
@@ -28,6 +29,7 @@ from . import codec, copies, rng, switches
 from .adapter import capture_rng, restore_rng
 from .calls import Call, CallKind, CallLog, LoggedCall, forget
 from .context import Context
+from .copies import Kept
 from .iterators import RewindIterator
 from .link import JobEnded, give_up
 from .mute import flush
@@ -35,6 +37,8 @@ from .patching import when_imported
 from .saving import Flight, SaveCall
 from .staging import Layout, Stager
 
+KEPT_AFTER = 2  # steps of a process, when what each of them keeps is known
+SAID_BYTES = 256 << 20  # of kept inputs
 PROGRESS_EVERY_S = 1.0  # shortest time between two messages of progress; a stall's limit is several times this
 
 
@@ -65,7 +69,7 @@ class Live:
         self._step_is = Activity.FIRST_STEP  # until one was made by this process, in this generation
         when_imported("torch._dynamo.callback", lambda module: _note_compilations(module.callback_handler, self._place))
         self._stager = Stager(layout, self._adapter.state.changing, slots, context.link)
-        self._log = CallLog(step)
+        self._log, self._first = CallLog(step), step
         self._inside = _Inside(self._groups.generations, slots)
         self._updated = False  # the call being executed has made an update
         self._results = copies.on_host()  # of what the newest call told
@@ -250,6 +254,21 @@ class Live:
         self._stager.wait()
         self._place.go_on()
 
+    def _wait_for_commit(self, step: int) -> None:
+        """Block until `step`, at which this rank is, is committed; ask for a snapshot of it if none is to be taken."""
+        link = self._link
+        with link.locked():
+            wants = step not in link.chain and max(self._restored, link.committed) < step
+        if wants:
+            link.send(local.Wanted(self._rank, step, link.generation))
+        link.wait_until(lambda: max(self._restored, link.committed) >= step or link.chain.is_void(step))
+        if max(self._restored, link.committed) < step:
+            text = (
+                f"a save of rank {self._rank} after step {step} begins before that step is mirrored, from which another"
+                " rank had gone on: if a host is lost while it is written, it is written again"
+            )
+            link.event("Note", text=text)
+
     def _execute(self, logged: LoggedCall) -> Any:
         call, saves = logged.call, self._context.saves
         self._groups.generations.check()
@@ -262,7 +281,7 @@ class Live:
                 saves.step = step = logged.segment
                 if call.gated:  # it begins once its step is committed: no swap goes back behind what is written
                     self._place.wait(f"step {step} to be committed", "")
-                    self._link.wait_until(lambda: max(self._restored, self._link.committed) >= step)
+                    self._wait_for_commit(step)
                     self._place.go_on()
                 with saves.under_way():
                     return call()
@@ -297,9 +316,11 @@ class Live:
     # ---- steps
 
     def _cut(self) -> None:
-        step, self._step_is = self._log.step + 1, Activity.STEP
+        step, self._step_is, oldest = self._log.step + 1, Activity.STEP, self._stager.oldest
         self.stage(step)
-        self._log.prune(step)
+        self._log.prune(step, oldest)
+        if step == self._first + KEPT_AFTER:
+            self._say_what_is_kept()
         flush()
         # The agent may have gone on to the next generation before it hears of this step.
         self._link.event("StepDone", generation=self._groups.generation, rank=self._rank, step=step, loss=self._loss)
@@ -310,9 +331,22 @@ class Live:
         """Stage the state at the cut of `step`, at which this rank is now."""
         with self._place.within(self._step_is, f"the snapshot of step {step}"):
             scalars, data = self._results(self._adapter.state.scalars()), self._context.tapes.states()
-            state = codec.encode({"rng": capture_rng(self._adapter), "scalars": scalars, "data": data})
-            records, digest = self._log.records(step - 1), self._groups.cut(step)
-            self._stager.stage(step, self._groups.generation, state, records, digest)
+            state = {"rng": capture_rng(self._adapter), "scalars": scalars, "data": data}
+            records = [self._log.records(segment) for segment in range(self._stager.newest, step)]
+            self._stager.stage(step, self._groups.generation, state, records, self._groups.cut(step))
+
+    def _say_what_is_kept(self) -> None:
+        """Say how much memory the inputs of calls may take, if snapshots are apart and it is much."""
+        chain = self._link.chain
+        every = chain.every if chain.fixed else Policy.mirror_every_max
+        steps, each = 2 * every + 1, Kept.nbytes // (self._log.step - self._log.oldest)
+        if every > 1 and steps * each >= SAID_BYTES:
+            text = (
+                f"rank {self._rank} keeps what its calls are given, {each / (1 << 20):.1f} MiB a step: up to "
+                f"{steps * each >> 20} MiB of {steps} steps if every {every} steps are mirrored (mirror_every), on "
+                "its device where batches are there"
+            )
+            self._link.event("Note", text=text)
 
     def _report_first_step(self, step: int) -> None:
         if self._swap_began is not None:  # the first one since a swap

@@ -1,8 +1,8 @@
 """From live tensors to a slot of the node's arena, behind the training step's back.
 
 Rules of this file: one thread copies; the shard does not change between the cut of a step and the next update, and the
-next update waits for the copy (never for the network). The gate: the slot of step s - 2 is reused for s only once s - 1
-is committed.
+next update waits for the copy (never for the network). The gate: a slot is used again only once the snapshot in the
+other one is committed. A step that is no snapshot may become one until its next update begins (a save waits for it).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from ..core import local
+from ..core.types import NO_STEP
 from ..errors import Unsupported, invariant, present
 from ..mirror.arena import SlotPair
 from ..transport import linux
@@ -92,12 +94,20 @@ class Stager:
 
     def __init__(self, layout: Layout, changing: Sequence[torch.Tensor], slots: SlotPair, link: AgentLink) -> None:
         self._layout, self._slots, self._link = layout, slots, link
-        self._views = [layout.views(slots.payload(step)) for step in (0, 1)]
+        self._views = [layout.views(slots.payload_in(slot)) for slot in (0, 1)]
         own = {id(tensor): torch.empty_like(tensor) for tensor in changing}
         self._sources = [own.get(id(tensor), tensor) for tensor in layout.tensors]
         self._cancel, self._staged, self._copies = threading.Event(), Future[None](), False
         self._staged.set_result(None)
+        self._step, self._is_snapshot = NO_STEP, True  # of the newest cut
+        self._taken = deque[tuple[int, float]](maxlen=2)  # the snapshots in the slots, and when each was begun
+        # What may become a snapshot yet; and the newest step that cannot any more. Both with the link's lock.
+        self._offered: tuple[int, Callable[[], None]] | None = None
+        self._gone_on = NO_STEP
+        self._begun = set[int]()  # the newest steps that have become one
+        link.on_snapshots = self._heard
         self._waited_at, self._slow_steps = time.monotonic(), 0
+        self._worked_at, self._worked_s, self._worked_steps = self._waited_at, 0.0, 0  # since the snapshot before
         self._side_stream: torch.cuda.Stream | None = None
         enter: Callable[[], None] | None = None
         if any(tensor.is_cuda for tensor in layout.tensors):
@@ -108,32 +118,89 @@ class Stager:
             enter = functools.partial(torch.cuda.set_device, self._side_stream.device)
         self._thread = ThreadPoolExecutor(1, "deadpool-stager", enter)
 
-    def stage(self, step: int, generation: int, scalars: bytes, records: bytes, paired: int = 0) -> None:
-        """Copy the shard as it is now into the slot of `step` once the gate is open. `paired`: see `SnapshotHeader`."""
+    @property
+    def newest(self) -> int:
+        """The newest step whose snapshot is taken, -1 before the first."""
+        return self._taken[-1][0] if self._taken else NO_STEP
+
+    @property
+    def oldest(self) -> int:
+        """The oldest step that a slot holds, or is yet to be overwritten: no swap goes back behind it."""
+        return self._taken[0][0] if self._taken else NO_STEP
+
+    def stage(self, step: int, generation: int, state: Any, records: list[bytes], paired: int = 0) -> None:
+        """Copy the shard as it is now into a slot once the gate is open, if `step` is a snapshot or becomes one.
+
+        Args: state: the rest of the snapshot; paired: see `SnapshotHeader`.
+        """
         self._layout.check()
         for tensor, source in zip(self._layout.tensors, self._sources, strict=True):
             if source is not tensor:
                 source.copy_(tensor)
         if self._side_stream is not None:
             self._side_stream.wait_stream(torch.cuda.current_stream())
-        is_cancelled = self._cancel.is_set
-        self._copies = False
+        is_cancelled, step_s = self._cancel.is_set, 0.0
+        with self._link.locked():
+            is_snapshot = step in self._link.chain
+        if is_snapshot:
+            state = codec.encode(state)
+            step_s = self._worked_s / max(1, self._worked_steps)
+            self._worked_s, self._worked_steps = 0.0, 0
 
         def write() -> None:
-            if step < 2 or self._link.wait_for_commit(step - 1, is_cancelled):
-                self._copy(step)
+            before = self._link.wait_for_gate(step, is_cancelled)
+            if before is not None:
+                took_steps = self._took_s(before) / step_s if step_s else 0.0
+                self._taken.append((step, time.monotonic()))
+                self._copy(step, before)
+                scalars = state if is_snapshot else codec.encode(state)
                 self._slots.seal(step, generation, self._layout.digest, scalars, paired)
-                self._link.send(local.Staged(self._slots.rank, step, generation, records))
+                self._link.send(local.Staged(self._slots.rank, step, generation, records, took_steps))
 
-        self._staged = self._thread.submit(write)
-        self._staged.add_done_callback(lambda _: self._link.wake())
+        def begin() -> None:
+            self._copies = False
+            self._begun.add(step)
+            self._staged = self._thread.submit(write)
+            self._staged.add_done_callback(lambda _: self._link.wake())
+
+        with self._link.locked():
+            self._step, self._is_snapshot = step, is_snapshot
+            self._offered = (step, begin)
+            self._heard()
+
+    def _heard(self) -> None:
+        """Begin the snapshot of the newest cut if it is to be one; say which it is too late for. With the lock."""
+        chain, committed = self._link.chain, self._link.committed
+        if self._offered is not None and self._offered[0] in chain:
+            begin, self._offered = self._offered[1], None
+            begin()
+        if self._gone_on > committed:
+            self._begun = {step for step in self._begun if step > committed}
+            for step in chain.announced(committed):
+                if step <= self._gone_on and step not in self._begun:
+                    self._begun.add(step)  # it is said once
+                    self._link.send(local.Passed(self._slots.rank, step, self._link.generation))
+
+    def _took_s(self, before: int) -> float:
+        """Return how long the mirroring of the snapshot `before` took, 0 if that is not known."""
+        taken_at = next((at for step, at in self._taken if step == before), 0.0)
+        return max(0.0, self._link.committed_at - taken_at) if taken_at else 0.0
 
     def wait(self) -> None:
-        """Block until nothing is staged: the shard may change then. Raises: GenerationChanged; the thread's error."""
+        """Block until nothing is staged, and the next snapshot is known: the shard may change then.
+
+        Raises: GenerationChanged; the thread's error.
+        """
         began = time.monotonic()
-        self._link.wait_until(self._staged.done)
+        with self._link.locked():
+            self._offered, self._gone_on = None, self._step
+        self._link.wait_until(lambda: self._staged.done() and self._link.chain.after(self._step) != NO_STEP)
         self._staged.result()
         now = time.monotonic()
+        self._worked_s += began - self._worked_at
+        self._worked_at, self._worked_steps = now, self._worked_steps + 1
+        if not self._is_snapshot:
+            return
         waited_s, step_s = now - began, now - self._waited_at
         self._waited_at = now
         self._slow_steps = self._slow_steps + 1 if waited_s > SLOW_S and 2 * waited_s > step_s else 0
@@ -152,25 +219,31 @@ class Stager:
         """Give up a snapshot that still waits at the gate; let one that is being copied finish."""
         self._cancel.set()
         self._cancel = threading.Event()
+        with self._link.locked():
+            self._offered, self._gone_on = None, NO_STEP
         self._link.wake()
         self._link.wait_until(self._staged.done, interruptible=False)
         self._staged.result()
 
     def load(self, step: int) -> Any:
         """Put the shard of the snapshot of `step` back into the live tensors; returns the rest of it."""
-        if self._slots.open(step + 1) is not None:
-            self._slots.invalidate(step + 1)
+        self._slots.drop_newer(step)
         lacking = f"rank {self._slots.rank} was told to restore step {step}, which its arena lacks"
         header = present(self._slots.open(step), lacking)
         invariant(header.layout_hash == self._layout.digest, "the snapshot was laid out for another rank or model")
         self._layout.load(self._slots.payload(step))
+        with self._link.locked():
+            self._step = self._gone_on = step
+            self._begun = {step}
+        self._taken.clear()
+        self._taken.append((step, 0.0))
         return codec.decode(header.scalars)
 
     @torch.no_grad()
-    def _copy(self, step: int) -> None:
+    def _copy(self, step: int, before: int) -> None:
         self._copies = True
-        self._slots.invalidate(step)
-        pairs = zip(self._sources, self._views[step % 2], strict=True)
+        self._slots.invalidate(step, before)
+        pairs = zip(self._sources, self._views[self._slots.slot_of(step)], strict=True)
         if self._side_stream is None:
             for tensor, view in pairs:
                 if tensor.is_contiguous():  # a tenth less than `copy_`, which reads what it is about to overwrite
@@ -206,8 +279,8 @@ class Stager:
         """
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         try:
-            for step in (0, 1):
-                memory = torch.frombuffer(self._slots.payload(step), dtype=torch.uint8)
+            for slot in (0, 1):
+                memory = torch.frombuffer(self._slots.payload_in(slot), dtype=torch.uint8)
                 torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
         except RuntimeError as error:
             text = f"snapshots are copied through memory that could not be page-locked: {error}"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from deadpool_plugin.core import local
-from deadpool_plugin.core.ledger import may_stage
+from deadpool_plugin.core.chain import Chain
 from deadpool_plugin.core.types import NO_STEP, NodeId
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.transport.framing import ConnectionClosed
@@ -28,6 +28,7 @@ from .control_agents import HOST, Party
 HEADER_BYTES = 4 << 10
 PAYLOAD_BYTES = 4 << 10
 ORDER_BYTES = 8
+_CHAIN = Chain()
 _LAYOUT = "stub"
 _CONNECT_S = 60.0
 _RETRY_S = 0.02
@@ -171,7 +172,7 @@ class Rank:
 
     def go_on(self) -> None:
         """Go on as far as the driver and the gate allow."""
-        while self._trains and self._step < self._stage.until and may_stage(self._step + 1, self._committed):
+        while self._trains and self._step < self._stage.until and _CHAIN.may_stage(self._step + 1, self._committed):
             self._stage_step(self._step + 1)
 
     def _stage_step(self, step: int) -> None:
@@ -179,7 +180,7 @@ class Rank:
         self._step = step
         self._pair.invalidate(step)
         self._pair.seal(step, self._generation, _LAYOUT, b"")
-        self._send(local.Staged(self._rank, step, self._generation, b""))
+        self._send(local.Staged(self._rank, step, self._generation, [b""]))
 
     def _open_gate(self, message: local.Committed, _: list[int]) -> None:
         self._committed = max(self._committed, message.step)

@@ -50,7 +50,7 @@ def hook_worker(injector: Injector) -> None:
     from deadpool_plugin.worker.staging import Stager
 
     around(Stager, "stage", lambda self, step, *_: injector.reached("update", step))
-    around(Stager, "_copy", lambda self, step: watch_copy(injector, self, step))
+    around(Stager, "_copy", lambda self, step, before: watch_copy(injector, self, step))
     around(live, "_let_device_rest", lambda: in_swap(injector, "unwinding"))
     around(AgentLink, "event", lambda self, kind, **_: in_swap(injector, f"on:{kind}"))
 
@@ -61,11 +61,10 @@ def in_swap(injector: Injector, phase: str) -> None:
 
 
 def watch_copy(injector: Injector, stager: Any, step: int) -> None:
-    views = stager._views[step % 2]
-    if any(kill.phase == "staging" for kill in injector.plan.kills) and not isinstance(views, Halfway):
-        stager._views[step % 2] = Halfway(views)
-    if isinstance(stager._views[step % 2], Halfway):
-        stager._views[step % 2].at_half = lambda: injector.reached("staging", step)
+    if any(kill.phase == "staging" for kill in injector.plan.kills):
+        stager._views = [views if isinstance(views, Halfway) else Halfway(views) for views in stager._views]
+        for views in stager._views:
+            views.at_half = lambda: injector.reached("staging", step)
 
 
 class Halfway(list):  # type: ignore[type-arg]

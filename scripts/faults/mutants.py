@@ -24,13 +24,13 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
-        "gate-removed", "core/ledger.py",
-        "return step <= 1 or committed >= step - 1", "return True",
+        "gate-removed", "core/chain.py",
+        "return before <= 0 or committed >= before", "return True",
         "a slot is written again while the step in it may be needed",
     ),
     Mutant(
-        "gate-off-by-one", "core/ledger.py",
-        "return step <= 1 or committed >= step - 1", "return step <= 2 or committed >= step - 2",
+        "gate-off-by-one", "core/chain.py",
+        "return before <= 0 or committed >= before", "return before <= 1 or committed >= before - 1",
         "two slots hold two steps, not three",
     ),
     Mutant(

@@ -50,6 +50,8 @@ HANGS = ("gil", "file", "absent")
 """Faults that only a stall tells of."""
 LEAVES = ("reset", *HANGS)
 """Faults for which a host may be asked to leave, if they come again."""
+OF_SNAPSHOTS = ("staging", "push")
+"""Phases of the first snapshot from the fault's step on."""
 INJECTED = "a fault was planned here"
 CAUSES = {
     "assert": ("device-side assert", "CUDA error", "unhandled cuda error"),
@@ -110,7 +112,9 @@ class Plan:
     def due(self, phase: str, step: int, node: int, rank: int) -> Kill | None:
         """The fault that fires here and now; asking is firing."""
         for kill in self.kills:
-            here = kill.phase == phase and kill.step in (0, step) and kill.node in (-1, node)
+            # Not every step need be a snapshot.
+            comes = kill.step <= step if phase in OF_SNAPSHOTS else kill.step in (0, step)
+            here = kill.phase == phase and comes and kill.node in (-1, node)
             if here and kill.rank in (-1, rank) and self._may_fire(kill) and self._first_to_fire(kill):
                 return kill
         return None

@@ -31,6 +31,7 @@ import torch
 from bench.mirror_report import interval
 from clusters import card
 
+from deadpool_plugin.core.chain import Chain
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.worker.staging import Layout, Stager
 from gpu.checks import Checks, Figures, parse_args
@@ -65,6 +66,7 @@ class CommittingLink:
 
     def __init__(self) -> None:
         self.staged: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.committed, self.committed_at, self.chain = -1, 0.0, Chain()
         self._changed: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -76,8 +78,11 @@ class CommittingLink:
     def wake(self) -> None:
         self._changed.put(None)
 
-    def wait_for_commit(self, step: int, cancelled: Callable[[], bool]) -> bool:
-        return True
+    def wait_for_gate(self, step: int, cancelled: Callable[[], bool]) -> int:
+        return step - 1
+
+    def locked(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
     def wait_until(self, done: Callable[[], bool], interruptible: bool = True) -> None:
         while not done():
@@ -99,7 +104,7 @@ class Mirror:
 
     def begin(self) -> None:
         self.step += 1
-        self.stager.stage(self.step, 0, b"", b"")
+        self.stager.stage(self.step, 0, {}, [b""])
 
     def taken(self) -> list[torch.Tensor]:
         """The newest snapshot, once it is whole. Raises: queue.Empty if it never is."""

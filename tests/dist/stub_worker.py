@@ -146,15 +146,14 @@ class Rank:
     def stage(self) -> None:
         if self.step >= 2:
             self.process.wait_committed(self.step - 1)
-        self.slots.invalidate(self.step)
+        self.slots.invalidate(self.step, self.step - 1)
         self.slots.payload(self.step)[:] = self.state
         self.slots.seal(self.step, self.process.generation, "layout", b"scalars of %d" % self.step)
-        records = record_of(self.rank, self.step)
+        records = [record_of(self.rank, self.step)]
         self.process.connection.send(local.Staged(self.rank, self.step, self.process.generation, records))
 
     def restore(self, step: int) -> None:
-        if self.slots.open(step + 1) is not None:
-            self.slots.invalidate(step + 1)
+        self.slots.drop_newer(step)
         header = self.slots.open(step)
         assert header is not None, f"rank {self.rank} lacks step {step}"
         assert header.scalars == b"scalars of %d" % step, header

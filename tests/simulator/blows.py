@@ -48,6 +48,18 @@ class Curse:
     of_host: bool
 
 
+@dataclass(frozen=True)
+class Thin:
+    """Snapshots from and to `node` take `slower` times as long until `until`."""
+
+    node: NodeId
+    until: float
+    slower: float
+
+    def concerns(self, source: NodeId, target: NodeId, now: float) -> bool:
+        return now < self.until and self.node in (source, target)
+
+
 class Flip(Loss):
     """A changed byte: what was sent is refused by its checksum."""
 
@@ -68,6 +80,7 @@ class Blows:
         self._curses: list[Curse] = []
         self.raises: Counter[Rank] = Counter()
         """How often each rank's script has raised an error that may be its own."""
+        self.thin: list[Thin] = []
         self._kinds: dict[str, Callable[[Fault, Node], bool]] = {
             "crash": lambda fault, node: self.crash(node),
             "kill": lambda fault, node: self.kill(node),
@@ -100,6 +113,7 @@ class Blows:
             "loss": self._lossy,
             "delay": self._lossy,
             "duplicate": self._lossy,
+            "thin": self._thin,
             "flip": self._flip,
             "corrupt": self._corrupt,
             "mispair": self._mispair,
@@ -114,6 +128,7 @@ class Blows:
     def stop(self) -> None:
         """Everything passes, but where there is a rift; newcomers that are to mispair still do."""
         self._blamed_all_until = 0.0
+        self.thin.clear()
         self._cluster.network.flips.clear()
         self._cluster.network.rules.clear()
 
@@ -328,6 +343,12 @@ class Blows:
             else:
                 made.append(Duplicate(fault.kind, sources, targets, until, probability=fault.strength))
         return self._add(made)
+
+    def _thin(self, fault: Fault, node: Node) -> bool:
+        """Nobody is to be lost for it."""
+        until = self._cluster.timeline.now + fault.seconds
+        self.thin.append(Thin(node.number, until, max(1.0, 100 * fault.strength)))
+        return True
 
     def _flip(self, fault: Fault, node: Node) -> bool:
         """A control frame that fails its checksum ends its link; a bulk frame its transfer."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Source, Step
 from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
-from deadpool_plugin.mirror.arena import SlotPair, Snapshot
+from deadpool_plugin.mirror.arena import SlotPair, Snapshot, goes_on
 from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import CorruptSnapshot, NotEntered
 from deadpool_plugin.mirror.transfers import SnapshotPush
@@ -150,10 +150,10 @@ class Bulk:
     async def _write(self, target: Node, sent: Snapshot, push: SnapshotPush) -> Holding:
         rank, step, generation, store = push.rank, push.step, push.generation, target.store
         size = sent.header.payload_bytes if push.with_payload else 0
-        pair = store.begin_mirror(rank, step, generation, sent.pair.header_bytes, size)
+        pair = store.begin_mirror(rank, step, generation, sent.pair.header_bytes, size, goes_on, push.before)
         history = store.history(rank)
         known = min(history.last, step - 1) if history.first < step else -1
-        await self._cross(self._node, target, self._cluster.transfer_s())
+        await self._cross(self._node, target, self._cluster.transfer_s(self._node.number, target.number))
         if not self._node.runs:
             raise ConnectionClosed("the other end is gone")
         sums = frame_sums(sent.payload)
@@ -226,7 +226,7 @@ class Bulk:
             asked = headers[0].header
             if (found.header.layout_hash, found.header.payload_bytes) != (asked.layout_hash, asked.payload_bytes):
                 raise NotHeld("it is laid out otherwise")
-            await asyncio.sleep(self._cluster.transfer_s())
+            await asyncio.sleep(self._cluster.transfer_s(payload_at.number, self._node.number))
             if not payload_at.runs:
                 raise ConnectionClosed("the other end is gone")
             sent = bytes(found.payload)

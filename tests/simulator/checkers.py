@@ -182,6 +182,14 @@ class Checkers:
         if self._histories.setdefault(generation, state.history) != state.history:
             raise Violation("BIT_EXACT", f"{where} restores step {step} of another history than others of {generation}")
 
+    def saves(self, process: Process, step: Step) -> None:
+        """A save of a step that a swap could go back behind has begun."""
+        # It may have heard of a newer generation's commit before it has unwound for that.
+        newest = max((at for generation, at in self.committed.items() if generation >= process.joined), default=NO_STEP)
+        is_void = process.is_void(step) and any(self._cluster.blows.mispaired.values())  # else none can go on from it
+        if step > process.entered and newest < step and not is_void:
+            raise Violation("RESTORABLE", f"rank {process.rank} saves step {step}, which is not committed")
+
     def joined_group(self, process: Process, generation: Generation) -> None:
         if generation and generation not in self._cluster.plans:
             raise Violation("NO_STALE_WRITE", f"rank {process.rank} joins undecided generation {generation}")

@@ -61,6 +61,7 @@ def config_of(scenario: Scenario, stall_timeout_s: float | Literal["auto"]) -> C
         start_timeout_s=START_S,
         stall_timeout_s=stall_timeout_s,
         output_dir=NOWHERE,
+        mirror_every=scenario.mirror_every or "auto",
     )
 
 
@@ -162,8 +163,16 @@ class Cluster:
     def copy_s(self) -> float:
         return 0.3 * self.scenario.compute_s * self.rng.random()
 
-    def transfer_s(self) -> float:
-        return 0.5 * self.scenario.compute_s * self.rng.random()
+    def transfer_s(self, source: NodeId, target: NodeId) -> float:
+        slower = max(
+            [1.0, *(thin.slower for thin in self.blows.thin if thin.concerns(source, target, self.timeline.now))]
+        )
+        return slower * self.scenario.transfer * self.scenario.compute_s * self.rng.random()
+
+    def saves(self, rank: Rank, step: int) -> bool:
+        """Return whether the script of `rank` saves after `step`."""
+        every = self.scenario.save_every
+        return bool(every) and step % every == 0 and (self.scenario.all_save or rank == 0)
 
     def start_s(self) -> float:
         return self.rng.random()

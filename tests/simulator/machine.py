@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deadpool_plugin.core.types import Generation, Holding, Rank, Step, SwapPlan
+from deadpool_plugin.core.types import NO_STEP, Generation, Holding, Rank, Step, SwapPlan
 from deadpool_plugin.host.output import Writer
 from deadpool_plugin.mirror.arena import SlotMaker, SlotPair, SnapshotHeader
 from deadpool_plugin.mirror.store import SnapshotStore
@@ -41,20 +41,18 @@ class ToyPair(SlotPair):
     ) -> None:
         super().__init__(next(self._numbers), rank, header_bytes, payload_bytes)
         self._changed = changed
-        self._sealed: dict[int, Step] = {}
 
     def _mapped(self, size: int) -> memoryview:
         return memoryview(bytearray(size))
 
-    def invalidate(self, step: Step) -> None:
-        old = self._sealed.pop(step % 2, None)
-        super().invalidate(step)
-        if old is not None:
+    def _empty(self, slot: int) -> Step:
+        old = super()._empty(slot)
+        if old != NO_STEP:
             self._changed(self.rank, old)
+        return old
 
     def seal_encoded(self, step: Step, encoded: bytes) -> None:
         super().seal_encoded(step, encoded)
-        self._sealed[step % 2] = step
         self._changed(self.rank, step)
 
     def close(self) -> None:
@@ -131,8 +129,8 @@ class Store(SnapshotStore):
     `writers`: who is just writing a rank's mirror, and in which generation.
     """
 
-    def __init__(self, history_limit_bytes: int, changed: Callable[[Rank, Step], None]) -> None:
-        super().__init__(history_limit_bytes)
+    def __init__(self, history_limit_bytes: int, history_kept: int, changed: Callable[[Rank, Step], None]) -> None:
+        super().__init__(history_limit_bytes, history_kept=history_kept)
         self._tell, self._unseen = changed, list[tuple[Rank, Step]]()
         self._depth = 0
         self._holdings = Listed(self._changed)
@@ -275,7 +273,9 @@ class Machine:
         self._node, self._cluster = node, node.cluster
         self.name, self.where = f"host{node.number}", (address_of(node.number), address_of(node.number))
         self.output, self.processes = Silent(), Processes(node)
-        self.store = Store(node.cluster.config.history_limit_bytes, node.memory_changed)
+        self.store = Store(
+            node.cluster.config.history_limit_bytes, node.cluster.config.history_kept, node.memory_changed
+        )
         self.bulk = Bulk(node, self.store)
         self.witness = node.cluster.witness if node.cluster.policy.witness else None
 

@@ -43,6 +43,7 @@ KINDS = {
     "deaf": "a host hears nothing of another one any more, agents and training alike, for good (once a job)",
     "reset": "the training connections between two hosts are reset, and made again when groups are",
     "break": "the connection between two hosts is reset",
+    "thin": "snapshots from and to a host take `strength` hundred times as long",
     "loss": "segments from and to a host are lost",
     "delay": "messages from and to a host are late",
     "duplicate": "messages from a host arrive twice",
@@ -69,7 +70,7 @@ EARLY = 0.2
 DRIFT_MAX = 0.04
 """Clocks run faster or slower by so much at most: what the protocol assumes."""
 SLOW = {"script", "slow"}
-LASTING = {"pause", "partition", "oneway", "part", "loss", "delay", "duplicate", "flip"}
+LASTING = {"pause", "thin", "partition", "oneway", "part", "loss", "delay", "duplicate", "flip"}
 MOMENTS = (
     "Send NodeFailed", "Send Prepare", "Send Promise", "Send Propose", "Send Accepted", "Send Decided", "Send Report",
     "Send Status", "Send Rehearse", "Send RankFailed", "Send JoinRequest", "Send Verdict", "AbortWorkers",
@@ -113,7 +114,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One job. `shards`: how many different payloads its ranks have (fewer than ranks: data-parallel replicas).
 
     `early`: faults of step 0 strike while the hosts meet and link up; else once the first of them has done so.
-    `command`: one of COMMANDS, "" if the job has none.
+    `command`: one of COMMANDS, "" if the job has none. `mirror_every`: 0 for `auto`. `transfer`: how long a snapshot is
+    on its way, in steps. `save_every`: after how many steps rank 0 saves, or all do (`all_save`); 0: nobody.
     """
 
     seed: int
@@ -134,6 +136,10 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     faults: tuple[Fault, ...]
     early: bool = False
     command: str = ""
+    mirror_every: int = 1
+    transfer: float = 0.5
+    save_every: int = 0
+    all_save: bool = False
 
     def __post_init__(self) -> None:
         if self.command not in ("", *COMMANDS):
@@ -197,10 +203,32 @@ def scenario(seed: int, ranges: Ranges = Ranges(), fixed: Mapping[str, Any] | No
         early=rng.random() < EARLY,
         command=rng.choice(tuple(COMMANDS)) if rng.random() < WITH_COMMAND else "",
     )
+    found = _with_mirrors(found, random.Random(f"mirrors {seed}"), ranges.steps)
     if not fixed:
         return found
-    found = msgspec.structs.replace(found, **{"early": False, "command": "", **fixed})
+    plain = {"early": False, "command": "", "mirror_every": 1, "transfer": 0.5, "save_every": 0, "all_save": False}
+    found = msgspec.structs.replace(found, **{**plain, **fixed})
     return found if "shards" in fixed else msgspec.structs.replace(found, shards=found.ranks)
+
+
+def _with_mirrors(found: Scenario, rng: random.Random, steps: int) -> Scenario:
+    """Draw which steps are mirrored, how slowly, and what waits for it. It has a generator of its own."""
+    thin = Fault(
+        "thin",
+        at_step=rng.randint(0, steps - 1),
+        who=rng.choice(WHO[1:]),
+        pick=rng.randrange(1000),
+        seconds=rng.choice((1.0, 5.0, 20.0)),
+        strength=rng.choice((0.05, 0.2)),
+    )
+    return msgspec.structs.replace(
+        found,
+        mirror_every=rng.choice((1, 1, 1, 0, 0, 0, 2, 3, 5)),
+        transfer=rng.choice((0.5, 0.5, 2.0, 8.0)),
+        save_every=rng.choice((0, 3, 4)),
+        all_save=rng.random() < 0.5,
+        faults=(*found.faults, thin) if rng.random() < 0.4 else found.faults,
+    )
 
 
 def fixed_fields(data: object) -> dict[str, Any]:
@@ -237,7 +265,7 @@ _WEIGHTS = {
     "crash": 3, "kill": 4, "rack": 1, "process": 4, "error": 1, "poison": 0.7, "cursed": 0.7, "broken": 0.5,
     "storm": 0.5, "stuck": 1, "hang": 0.5, "skip": 0.3, "script": 0.3, "slow": 0.3, "give_up": 1, "pause": 3,
     "partition": 2, "oneway": 1, "part": 0, "rift": 0.5, "pair": 0.5, "deaf": 0.5, "reset": 1, "break": 2, "loss": 2,
-    "delay": 3, "duplicate": 2, "flip": 1, "corrupt": 1, "mispair": 1.5, "join": 2, "stop": 0.2,
+    "delay": 3, "duplicate": 2, "flip": 1, "corrupt": 1, "mispair": 1.5, "join": 2, "stop": 0.2, "thin": 0,
 }  # fmt: skip
 """`part` is in scenarios only: who hears too few of the others leaves, though most of them are there, and the checkers
 count that as a wrong verdict."""

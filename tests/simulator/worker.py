@@ -1,10 +1,10 @@
 """A worker process of the toy job: one rank in training, or a rehearsal of one.
 
-Rules of this file: what worker/ promises its agent: the cut of a step is staged once the step before is committed and
-before the next update; an abort unwinds it some time later, whatever it does; a restore takes the slot of the restore
-step and nothing else; its log of calls reaches two steps back, and a process that is told to go back further is
-replaced; a process of local rank 0 hosts the stores. The records of a rehearsed rank come in step order from its first
-step on, whole, before it takes over.
+Rules of this file: what worker/ promises its agent: the cut of a step is staged, if that is a snapshot, once the
+snapshot before is committed and before the next update; or if it becomes one by then; an abort unwinds it some time
+later, whatever it does; a restore takes the slot of the restore step and nothing else; its log of calls reaches two
+snapshots back, and a process that is told to go back further is replaced; a process of local rank 0 hosts the stores.
+The records of a rehearsed rank come in step order from its first step on, whole, before it takes over.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deadpool_plugin.core import local
-from deadpool_plugin.core.ledger import may_stage
+from deadpool_plugin.core.chain import Chain
 from deadpool_plugin.core.signatures import Activity
 from deadpool_plugin.core.types import NO_STEP, Generation, Rank, Step
 from deadpool_plugin.mirror.arena import SlotPair
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .node import Node
 
 HEADER_BYTES, PAYLOAD_BYTES, LAYOUT = 256, 24, "toy"
-LOG_DEPTH = 2
 SAVE_EVERY = 5
 PARTS_OF_A_PAST = 3
 """How often in a rehearsal it is told that it gets on."""
@@ -63,11 +62,20 @@ class Process:
         self._cluster = node.cluster
         self._shard = node.cluster.shard_of[rank]
         self._committed: Step = NO_STEP
+        self._committed_at = self._updated_at = self._worked_s = 0.0
+        self._worked_steps = 0
+        self._chain = Chain()
+        self._taken: list[tuple[Step, float]] = []
+        self._oldest: Step = 0
+        self._is_at_gate = False
+        self._may_stage = False  # the newest cut may become a snapshot yet
+        self._gone_on: Step = NO_STEP
+        self._begun = set[Step]()
         self._saved: Step = 0
         self._aborted: Generation = 0
         self.joined: Generation = 0
         self._join: tuple[Generation, str, Step] | None = None
-        self._entered: Step = 0
+        self.entered: Step = 0
         self._past: Step = NO_STEP
         """The newest step of which it was told, before it took over."""
         self.odd: Odd | None = None
@@ -145,13 +153,16 @@ class Process:
             case local.StartGroups(generation=generation, store=store):
                 self._start.set((generation, store))
             case local.ArenaHandOver():
+                self._chain = Chain(0, message.every, message.fixed)
                 self._arena.set(self.node.pair_of(fds[0]))
-            case local.Committed(step=step):
+            case local.Committed(step, snapshots, void):
                 self._commit(step)
+                self._hear_snapshots(snapshots, void)
             case local.Abort(generation=generation):
                 self._on_abort(generation)
             case local.Join():
                 self._join = (message.generation, message.store, message.restore_step)
+                self._chain = Chain(message.restore_step, message.every, message.fixed)
                 self._follow_plan()
             case local.TakeOver():
                 self._on_take_over(message, fds[0])
@@ -170,12 +181,32 @@ class Process:
                 self.timeline.after(self._cluster.end_s(), self.end, exit_code)
 
     def _commit(self, step: Step) -> None:
-        self._committed = max(self._committed, step)
+        if step > self._committed:
+            self._committed, self._committed_at = step, self.timeline.now
+            self._chain.forget_before(step)
         if self.rank == 0 and step >= self._saved + SAVE_EVERY:
             self._saved = step
             self.tell(local.CheckpointSaved(step, f"checkpoints/{step}"))
         gate, self._gate = self._gate, Signal()
         gate.set()
+
+    def _hear_snapshots(self, snapshots: tuple[Step, ...], void: tuple[Step, ...]) -> None:
+        if not self._chain.learn(snapshots, void):
+            return
+        gate, self._gate = self._gate, Signal()
+        gate.set()
+        if self._aborted <= self.joined:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Begin the snapshot of the newest cut, if it is to be one; say which it is too late for."""
+        if self._may_stage and self.step in self._chain:
+            self._may_stage = False
+            self._stage_now(0.0)
+        for step in self._chain.announced(self._committed):
+            if step <= self._gone_on and step not in self._begun:
+                self._begun.add(step)
+                self.tell(local.Passed(self.rank, step, self.joined))
 
     # -- from the top --------------------------------------------------------------------------------------------
 
@@ -194,6 +225,7 @@ class Process:
         self.state, self.step = first_state(self.rank, self._shard), 0
         self._count(generation)
         self._stage()
+        self._updated_at = self.timeline.now
         self._offer_store()
         yield from self._train()
 
@@ -244,16 +276,42 @@ class Process:
             self._place.wait("allreduce", "all")
             total = yield self._issue(gradient(self.state), odd.code if odd is not None and odd.instead else SUM)
             self._place.wait("the step before to be committed", "")
-            yield self._staged
+            yield from self._wait_for_gate()
             self._place.enter(Activity.SCRIPT, "")
             self.state, self.step = updated(self.state, total, self._shard, self.group.generation), self.step + 1
             self._has_stepped, self._step_is = True, Activity.STEP
             self._place.made(self.step)
             self._cluster.checkers.updated(self)
             self._stage()
+            yield from self._save()
         yield self._staged
         self.finished = True
         self.tell(local.WorkerFinished(self.rank))
+
+    def _wait_for_gate(self) -> Work:
+        """Until nothing is staged, and the next snapshot is known: the state may change then."""
+        began, self._may_stage, self._gone_on = self.timeline.now, False, self.step
+        yield self._staged
+        while self._chain.after(self.step) == NO_STEP:
+            yield self._gate
+        self._worked_s += began - self._updated_at
+        self._worked_steps += 1
+        self._updated_at = self.timeline.now
+
+    def _save(self) -> Work:
+        """A save, which begins when its step is committed: now and then, of the ranks that the scenario says."""
+        step = self.step
+        if not self._cluster.saves(self.rank, step):
+            return
+        self._place.wait(f"step {step} to be committed", "")
+        if step not in self._chain and max(self.entered, self._committed) < step:
+            self.tell(local.Wanted(self.rank, step, self.joined))
+        while max(self.entered, self._committed) < step and not self._chain.is_void(step):
+            yield self._gate
+        self._cluster.checkers.saves(self, step)
+
+    def is_void(self, step: Step) -> bool:
+        return self._chain.is_void(step)
 
     def _hang(self) -> float | Signal:
         """Until it is interrupted; in the script's own code until that goes on by itself."""
@@ -270,22 +328,41 @@ class Process:
         return self.group.all_reduce(self, value, code)
 
     def _stage(self) -> None:
-        self._staged = Signal()
         cut = self._books.cut(self.step) if self._books is not None else 0
-        paired = cut if self._pairs else 0
-        self._staging = Task(self, self._stage_one(self.step, self.state, self.joined, paired))
+        self._paired = cut if self._pairs else 0
+        if self._taken:
+            self._oldest = max(self._oldest, self._taken[0][0])
+        if self.step in self._chain:
+            step_s = self._worked_s / max(1, self._worked_steps)
+            self._worked_s, self._worked_steps = 0.0, 0
+            self._stage_now(step_s)
+        else:
+            self._may_stage = True
+            self._look_again()
 
-    def _stage_one(self, step: Step, state: State | None, generation: Generation, paired: int) -> Work:
+    def _stage_now(self, step_s: float) -> None:
+        self._staged = Signal()
+        self._begun = {step for step in self._begun if step > self._committed} | {self.step}
+        self._staging = Task(self, self._stage_one(self.step, self.state, self.joined, self._paired, step_s))
+
+    def _stage_one(self, step: Step, state: State | None, generation: Generation, paired: int, step_s: float) -> Work:
         assert self.slots is not None and state is not None
-        while not may_stage(step, self._committed):
+        self._is_at_gate = True
+        while not self._chain.may_stage(step, self._committed):
             yield self._gate
-        pair = self.slots
-        pair.invalidate(step)
+        self._is_at_gate = False
+        pair, before = self.slots, self._chain.before(step)
+        taken_at = next((at for taken, at in self._taken if taken == before), 0.0)
+        took_steps = max(0.0, self._committed_at - taken_at) / step_s if taken_at and step_s else 0.0
+        first = self._taken[-1][0] if self._taken else NO_STEP
+        self._taken = [*self._taken[-1:], (step, self.timeline.now)]
+        pair.invalidate(step, before)
         yield self._cluster.copy_s()
         pair.payload(step)[:] = state.payload
         scalars = zlib.crc32(state.payload).to_bytes(4, "little") + state.header
         pair.seal(step, generation, LAYOUT, scalars, paired)
-        self.tell(local.Staged(self.rank, step, generation, record_of(self.rank, step)))
+        records = [record_of(self.rank, made) for made in range(first + 1, step + 1)]
+        self.tell(local.Staged(self.rank, step, generation, records, took_steps))
         self._staged.set()
 
     # -- a swap --------------------------------------------------------------------------------------------------
@@ -315,7 +392,7 @@ class Process:
         self._main = Task(self, self._rejoin(*self._join))
 
     def _rejoin(self, generation: Generation, store: str, restore_step: Step) -> Work:
-        if restore_step < max(self._entered, self.step - LOG_DEPTH):
+        if restore_step < max(self.entered, self._oldest):
             self.tell(local.OutOfReach(f"cannot go back to step {restore_step}"))
             return
         self._drop_gated()
@@ -325,7 +402,8 @@ class Process:
 
     def _drop_gated(self) -> None:
         """A snapshot that still waits at the gate is given up; one that is being copied is finished."""
-        if self._staging is not None and not may_stage(self.step, self._committed):
+        self._may_stage, self._gone_on = False, NO_STEP
+        if self._staging is not None and self._is_at_gate:
             self._staging.cancel()
             self._staged.set()
 
@@ -336,8 +414,9 @@ class Process:
         self._count(generation)
         self.state = state_of(self.slots, restore_step)
         self._cluster.checkers.restored(self, restore_step, self.slots.open(restore_step) is not None, self.state)
-        if self.slots.open(restore_step + 1) is not None:
-            self.slots.invalidate(restore_step + 1)
+        self.slots.drop_newer(restore_step)
+        self._taken, self._gone_on, self._begun = [(restore_step, 0.0)], restore_step, {restore_step}
+        self._oldest = max(self._oldest, restore_step)
         self.step, self.finished, self.in_training = restore_step, False, True
         self._place.made(restore_step)
         self.tell(local.WorkerRestored(self.rank, generation))
@@ -360,7 +439,8 @@ class Process:
         if self._past != order.restore_step:
             at = f"step {order.restore_step}, and knows the calls up to step {self._past}"
             raise Violation("BIT_EXACT", f"rank {self.rank} on node {self.node.number} takes over from {at}")
-        self.slots, self._entered, self.step = self.node.pair_of(fd), order.restore_step, order.restore_step
+        self.slots, self.entered, self.step = self.node.pair_of(fd), order.restore_step, order.restore_step
+        self._chain = Chain(order.restore_step, order.every, order.fixed)
         self.took_over = True
         self._staged.set()
         self.joined = order.generation

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deadpool_plugin.comm.generations import Generations
+from deadpool_plugin.core.chain import Chain
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.worker.follow import Follow
 from deadpool_plugin.worker.live import Live
@@ -33,6 +34,8 @@ class Rank(Live):
             wait_for_end=lambda: 0,
             send=lambda message: None,
             event=lambda kind, **fields: self.said.append((kind, fields.get("text"))),
+            chain=Chain(),
+            locked=contextlib.nullcontext,
         )
         adapter = fake(
             guessed=lambda: "",
@@ -57,7 +60,7 @@ class Rank(Live):
     def stages_nothing(self, swap_began: float | None = None) -> None:
         """Let its cuts copy nothing. `swap_began`: as if it had been in a swap since then."""
         self.stage, self._swap_began = lambda step: None, swap_began  # type: ignore[method-assign]
-        self._stager = fake(wait=lambda: None)
+        self._stager = fake(wait=lambda: None, oldest=-1)
 
 
 def follower(rank: Rank) -> Follow:

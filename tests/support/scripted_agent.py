@@ -181,7 +181,7 @@ class ScriptedAgent:
                         self.start_rehearsal(standby)
             case local.Staged(_, step, generation, records) if generation == self.generation and not self.lost:
                 worker.staged = step
-                worker.records[step:] = [records]
+                worker.records[step + 1 - len(records) :] = records
                 self.commit()
             case local.WorkerFinished():
                 worker.finished = True

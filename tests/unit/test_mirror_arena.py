@@ -166,10 +166,10 @@ def stage_for_ever(sock: socket.socket) -> None:
     for step in (0, 1):
         pair.payload(step)[:] = bytes([step + 1]) * order.payload_bytes
         pair.seal(step, 0, "layout", b"")
-    pair.invalidate(3)
+    pair.invalidate(3, keep=0)
     source = b"\x07" * order.payload_bytes
     pair.payload(3)[: len(source) // 2] = source[: len(source) // 2]
-    agent.send(Staged(0, 0, 0, b""))
+    agent.send(Staged(0, 0, 0, [b""]))
     while True:
         pair.payload(3)[:] = source
 
@@ -188,7 +188,7 @@ def test_a_writer_killed_in_mid_copy_leaves_the_other_slot() -> None:
     worker = LocalConnection(near)
     worker.send(ArenaHandOver(0, 4096, 8 << 20), [pair.fd])
     assert select.select([worker], [], [], 20)[0], "nothing in time"
-    assert worker.recv() == (Staged(0, 0, 0, b""), [])
+    assert worker.recv() == (Staged(0, 0, 0, [b""]), [])
     os.kill(child, signal.SIGKILL)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert pair.payload(1)[0] == 7, "the kill must have struck a slot in mid copy"

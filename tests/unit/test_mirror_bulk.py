@@ -239,8 +239,8 @@ def test_a_corrupted_frame_is_refused_and_the_slot_left_invalid(nodes: list[Node
     assert not ok and proxy.flipped.is_set()
     assert "checksum" in reason or "broke" in reason or "closed" in reason
     mirror = b.store._mirrored.get(0)
-    assert mirror is not None and mirror.open(3) is None and mirror.open(1) is None
-    assert b.store.holdings() == () and b.mirrored.qsize() == 1
+    assert mirror is not None and mirror.open(3) is None and mirror.open(1) is not None
+    assert [held.step for held in b.store.holdings()] == [1] and b.mirrored.qsize() == 1
     assert push(a.peer(b), 0, 3)[0] and mirror.payload(3) == content(0, 3)
 
 
@@ -480,7 +480,7 @@ def test_a_snapshot_overwritten_while_it_is_fetched_is_not_used(
     original = BulkStream.send_payload
 
     def overwrite(self: BulkStream, view: memoryview, check: Callable[[Sums], None]) -> None:
-        source.invalidate(5)
+        source.invalidate(3)
         original(self, view, check)
 
     monkeypatch.setattr(BulkStream, "send_payload", overwrite)

@@ -51,6 +51,9 @@ class Workers(StandIn):
         super().__init__(agent_workers.Workers)
         self.meanwhile = meanwhile
 
+    def tell_committed(self, peer):
+        peer.send(local.Committed(self.committed))
+
     async def take(self, slot, process, step):
         self.meanwhile()
         process.took_over = True

@@ -100,7 +100,7 @@ def test_large_messages_do_not_block_the_agent() -> None:
             peer.send(Committed(1))
             assert (await asyncio.to_thread(worker.recv))[0] == history
             assert (await asyncio.to_thread(worker.recv))[0] == Committed(1)
-            staged = Staged(0, 1, 0, os.urandom(5 << 20))
+            staged = Staged(0, 1, 0, [os.urandom(5 << 20)])
             await asyncio.to_thread(worker.send, staged)
             assert (await agent.next())[1] == staged
 
@@ -128,7 +128,7 @@ def test_what_has_arrived_can_be_handled_before_the_loop_comes_to_it() -> None:
         async with greeted() as (agent, worker, peer):
             peer.read_rest()
             assert agent.messages.empty() and not peer.closed
-            large = Staged(0, 1, 0, os.urandom(100_000))
+            large = Staged(0, 1, 0, [os.urandom(100_000)])
             worker.send(large)
             worker.send(Committed(1))
             worker.close()
@@ -161,7 +161,7 @@ def test_senders_of_many_threads_do_not_mix() -> None:
 
         def send(rank: int) -> None:
             for step in range(50):
-                worker.send(Staged(rank, step, 0, bytes(5000)))
+                worker.send(Staged(rank, step, 0, [bytes(5000)]))
 
         threads = [threading.Thread(target=send, args=(rank,)) for rank in range(4)]
         for thread in threads:

@@ -1,4 +1,4 @@
-"""The call log keeps two steps and the current one, and can do each call again from its entry state."""
+"""The call log keeps what a swap may go back by, and can do each call again from its entry state."""
 
 import random
 
@@ -39,7 +39,7 @@ def test_calls_after_a_cut_are_redone_with_the_items_they_had():
     for segment in range(6):
         logged(log, segment, "forward", source=source)
         logged(log, segment, "step", CallKind.UPDATE)
-        log.prune(segment + 1)
+        log.prune(segment + 1, segment - 1)
     redo = log.after_cut(5)
     assert [logged.call.name for logged in redo] == ["forward", "step"]
     redo[0].rewind()
@@ -65,7 +65,7 @@ def test_results_above_the_limit_are_not_recorded_and_nothing_after_them_until_t
     assert first == ["f0", bytes(1000), [], 0]
     assert [name for name, *_ in others] == ["f1", "f2"], "nobody who follows may come past f1 unharmed"
     assert all(isinstance(value, codec.TooLarge) for _, value, *_ in others)
-    log.prune(1)
+    log.prune(1, -1)
     assert log.add(plain("f", 1), bytes(3000)) is None
 
 
@@ -82,10 +82,10 @@ def reused():
 def test_a_buffer_that_a_loader_uses_again_is_refused_at_the_cut_after_that():
     log, source = CallLog(), reused()
     logged(log, 0, "forward", source=source)
-    log.prune(1)
+    log.prune(1, -1)
     logged(log, 1, "forward", source=source)
     with pytest.raises(Unsupported, match=rf"a tensor of \[{LARGE}\] in a batch"):
-        log.prune(2)
+        log.prune(2, 0)
 
 
 def test_what_the_script_reads_between_calls_may_change():
@@ -95,7 +95,7 @@ def test_what_the_script_reads_between_calls_may_change():
         call = plain("forward", segment, [(it, it.position)])
         log.add(call, None)
         next(it)
-        log.prune(segment + 1)
+        log.prune(segment + 1, segment - 1)
 
 
 def test_forgetting_an_interruption_runs_the_finally_of_its_frames_now():
@@ -158,7 +158,7 @@ def test_a_million_steps_fit_into_the_default_limit(record, count):
         torch.manual_seed(0)
         for step in range(2 * ROW_STEPS):
             record(log, step, draw)
-            log.prune(step + 1)
+            log.prune(step + 1, step - 1)
             steps.append(log.records(step))
     for last in range(len(steps) - 1, count, len(steps)):
         history.append(last, *steps)  # a row knows nothing of those before it

@@ -25,9 +25,9 @@ def test_a_plan_that_goes_behind_a_committed_step_closes_the_gate_again(monkeypa
     assert link.committed == 7
     looks = iter([False, True, True])  # the staging thread would wait: it looks again only when something has changed
     monkeypatch.setattr(link._changed, "wait_for", lambda done: done() or done())
-    assert not link.wait_for_commit(8, lambda: next(looks))
+    assert link.wait_for_gate(9, lambda: next(looks)) is None
     link._note(local.Committed(8), [])
-    assert link.wait_for_commit(8, lambda: False)
+    assert link.wait_for_gate(9, lambda: False) == 8
 
 
 def test_a_plan_that_goes_back_no_further_leaves_the_gate_as_it_is():
@@ -42,7 +42,7 @@ class Told(Live):
         self.said: list[local.LocalMessage] = []
         self._log, self._rank = CallLog(first), 3
         for step in range(first + 1, first + steps + 1):
-            self._log.prune(step)
+            self._log.prune(step, step - 2)
         saves = fake(cancel=lambda: [], report_cancelled=lambda *_: None, sweep=lambda *_: None)
         self._context, self._stager = fake(saves=saves), fake(settle=lambda: None)
         self._groups = fake(generations=Generations(explain_timeout_s=0.0))

@@ -156,7 +156,7 @@ class Search:
         first = self.world.node_of[0]
         queue: deque[tuple[NodeId, api.Input]] = deque((node, api.WorldFormed(self.world)) for node in live)
         queue.append((first, api.StoreOffered(f"{first}:start")))
-        queue += [(node, api.SnapshotHeld(one, 0)) for node, held in holdings.items() for one in held]
+        queue += [(node, api.SnapshotHeld(one, 0, one.step - 1)) for node, held in holdings.items() for one in held]
         queue += [(node, api.WorkerReady(rank)) for rank, node in enumerate(self.world.node_of)]
         queue += [(node, api.StoreOffered(f"{node}:0")) for node in live]
         queue += [(node, api.Ticked()) for _ in range(12) for node in live]
@@ -387,11 +387,11 @@ class Happening:
             if source is not None:
                 if not (self._holds(source.header_node, rank, step) and self._holds(source.payload_node, rank, step)):
                     continue  # it is lost by now: another swap follows
-                self.feed(node, api.SnapshotHeld(held, generation))
+                self.feed(node, api.SnapshotHeld(held, generation, step - 1))
             elif not self._holds(node, rank, step):
                 raise Violation(f"RESTORABLE: node {node} does not hold rank {rank}, step {step}", str(plan))
             for buddy in buddies_of(world, node, 1):
-                self.feed(buddy, api.SnapshotHeld(held, generation))
+                self.feed(buddy, api.SnapshotHeld(held, generation, step - 1))
             if self._numbers[int(plan.store.partition(":")[0])] != GONE:
                 self.feed(node, local.WorkerRestored(rank, generation))
         self.feed(node, api.StoreOffered(f"{node}:{generation}"))

@@ -265,7 +265,7 @@ def test_going_behind_a_committed_step_is_said_and_believed(held_by_a_spare, und
     controller = formed(0)
     hear(controller, 0, Status(0, 5, True))
     for step in (4, 5):
-        controller.step(api.SnapshotHeld(Holding(0, step, True, (0,)), 0), 0.2)
+        controller.step(api.SnapshotHeld(Holding(0, step, True, (0,)), 0, step - 1), 0.2)
     controller.step(api.LinkLost(2, "gone"), 0.3)
     ballot = Ballot(1, 1, 0)
     hers = tuple(Holding(1, step, True, (1,)) for step in (4, 5))
@@ -456,7 +456,7 @@ def test_a_part_of_a_step_is_no_news():
         assert controller.step(api.SnapshotHeld(Holding(rank, 0, True, (rank,)), 0), 0.1) == []
     ((to, report),) = said(controller.step(api.SnapshotHeld(Holding(3, 0, True, (3,)), 0), 0.2))
     assert to == 0 and {holding.rank for holding in expect(Report, report).holdings} == {2, 3, 4, 5}
-    controller.step(api.SnapshotHeld(Holding(4, 1, True, (4,)), 0), 0.3)
+    controller.step(api.SnapshotHeld(Holding(4, 1, True, (4,)), 0, 0), 0.3)
     assert len(expect(Report, said(controller.step(api.Ticked(), 1.3))[0][1]).holdings) == 5, (
         "a heartbeat says what there is"
     )

@@ -1,4 +1,4 @@
-"""ledger.py against a dumb oracle that tries everything, and the gate's table."""
+"""ledger.py against a dumb oracle that tries everything."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support import expect
 
-from deadpool_plugin.core.ledger import Ledger, RestorePoint, may_stage
+from deadpool_plugin.core.ledger import Ledger, RestorePoint
 from deadpool_plugin.core.placement import buddies_of
 from deadpool_plugin.core.types import NO_STEP, Holding, Source, World
 
@@ -238,20 +238,3 @@ def test_reasons_are_for_people():
     held = {0: [Holding(0, 1, True, (0,)), Holding(1, 2, True, (1,))]}
     assert "rank 0: [1], rank 1: [2]" in expect(str, Ledger(held).restore_point(world, [0]))
     assert Ledger(held).restore_point(world, []) == "no node survives"
-
-
-@pytest.mark.parametrize(
-    ("step", "committed", "allowed"),
-    [
-        (0, -1, True),
-        (1, -1, True),
-        (2, -1, False),
-        (2, 0, False),
-        (2, 1, True),
-        (7, 5, False),
-        (7, 6, True),
-        (7, 9, True),
-    ],
-)
-def test_gate(step, committed, allowed):
-    assert may_stage(step, committed) is allowed

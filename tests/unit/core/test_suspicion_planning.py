@@ -144,7 +144,7 @@ class Node:
     def holds(self, rank: int, step: int, generation: int) -> bool:
         """Return whether a snapshot of that generation counts."""
         before = self.processes.holdings
-        self.processes.take_in(api.SnapshotHeld(Holding(rank, step, True, (rank,)), generation))
+        self.processes.take_in(api.SnapshotHeld(Holding(rank, step, True, (rank,)), generation, step - 1))
         return self.processes.holdings != before
 
     def offers(self, store: str) -> bool:
