@@ -50,6 +50,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--spares", type=int, default=3, help="hosts that may be lost in one job")
     parser.add_argument("--heal", action="store_true", help="lost hosts come back and join: all faults in one job")
     parser.add_argument("--minutes", type=float, default=0.0, help="begin no further job after so long; 0: no limit")
+    parser.add_argument(
+        "--mirror-every", type=int, default=1, help="steps between snapshots (1); results need a folder"
+    )
     parser.add_argument("--again", action="store_true", help="repeat cells that did not hold")
     parser.add_argument("--double", action="store_true", help="pairs of faults instead")
     parser.add_argument("--many", type=int, metavar="SWAPS", help="so many swaps in one job instead")
@@ -73,7 +76,8 @@ def matrix(args: argparse.Namespace) -> int:
         print("\n".join(cell.key for cell in wanted))
         return 0
     keep, only_struck = functools.partial(table.keep, results), args.device == "cuda"
-    runner = cells.Runner(args.out, args.references, keep, args.heal, only_struck)
+    settings = {"mirror_every": args.mirror_every}
+    runner = cells.Runner(args.out, args.references, keep, args.heal, only_struck, settings)
     began = time.monotonic()
     for together in cells.jobs(wanted, len(wanted) if args.heal else args.spares):
         if args.minutes and time.monotonic() - began > 60 * args.minutes:

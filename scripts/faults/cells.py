@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from clusters.launched import REPOSITORY
@@ -130,9 +131,9 @@ class Runner:
 
     def __init__(
         self, out: Path, references: Path, on_result: Callable[[dict[str, Any]], None], heals: bool = False,
-        only_struck: bool = False,
+        only_struck: bool = False, settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        self.out, self.references, self.on_result = out, references, on_result
+        self.out, self.references, self.on_result, self.settings = out, references, on_result, settings
         self.heals, self.only_struck = heals, only_struck
 
     def run(self, together: list[Cell]) -> None:
@@ -156,7 +157,7 @@ class Runner:
         saving = save_arguments(group, folder)
         kills = planned_faults(together, layout.world_size, updates(undisturbed, layout.framework))
         hosts = sum(kill.kind in ("node", "silent") for kill in kills)
-        settings = SETTINGS | (STALLS if together[0].kind in ORDERED else {})
+        settings = {**SETTINGS, **(STALLS if together[0].kind in ORDERED else {}), **self.settings}
         job = Job(
             folder, [*training, *saving], layout.world_size, SLOTS, 2 if self.heals else max(1, hosts), kills, settings,
             ENDS.get(together[0].kind, 0), heals=self.heals, script=script, framework=layout.framework,
