@@ -86,19 +86,21 @@ class Pace:
 
     def __init__(self, every: int, most: int) -> None:
         self.every, self._most = every, most
+        self.steps = 0.0  # that mirroring took, by the newest change
         self._took: deque[float] = deque(maxlen=DOWN_AFTER)
 
     def note(self, steps: float) -> bool:
         """Note how many steps the mirroring of a snapshot took. Returns: whether the distance is another one now."""
         self._took.append(steps)
-        before, least = self.every, min([*self._took][-UP_AFTER:])
-        if len(self._took) >= UP_AFTER and least > self.every:
-            self.every = self._enough(least)
-        elif len(self._took) == DOWN_AFTER and self._enough(max(self._took)) < self.every:
-            self.every = self._enough(max(self._took))
-        if self.every != before:
-            self._took.clear()
-        return self.every != before
+        least, most = min([*self._took][-UP_AFTER:]), max(self._took)
+        is_behind = len(self._took) >= UP_AFTER and least > self.every
+        has_room = len(self._took) == DOWN_AFTER and self._enough(most) < self.every
+        every = self._enough(least) if is_behind else self._enough(most) if has_room else self.every
+        if every == self.every:
+            return False
+        self.every, self.steps = every, least if is_behind else most
+        self._took.clear()
+        return True
 
     def _enough(self, steps: float) -> int:
         return max(1, min(self._most, int(-(-(steps if steps <= 1.0 else SLACK * steps) // 1))))

@@ -172,7 +172,7 @@ class Coordination:
             return
         took = max((self._coverage.reports[node].took_steps for node in ctx.world.active), default=0.0)
         if self._pace.note(took):
-            ctx.emit(MirroringPaced(self._pace.every, took))
+            ctx.emit(MirroringPaced(self._pace.every, self._pace.steps))
         following = chain.after(self._committed)
         if following != NO_STEP and chain.after(following) == NO_STEP:
             chain.learn([following + self._pace.every])

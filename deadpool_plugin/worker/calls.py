@@ -22,6 +22,7 @@ from . import codec
 from .iterators import IteratorTable, RewindIterator
 from .patching import Function
 
+CHECKED_STEPS = 2  # at the cuts of so many steps after a call its inputs are looked at
 CALLS_MAX = 50_000  # between two cuts; a call costs some 5 KB without its inputs, which are kept too
 RECORDS_BYTES_MAX = 256 << 20  # between two cuts; whoever keeps a copy keeps those of three steps (mirror/records.py)
 RANDOM_STATES = "random states"  # the record of what the script itself drew after a call, before the next (`rng.drawn`)
@@ -201,6 +202,8 @@ class CallLog:
         self._given = [logged for logged in self._given if logged.segment >= self.oldest]
         self.iterators.keep_only([start for logged in self._given for start in logged.iterators])
         for logged in self._given:  # so at the first cuts of a job, not in its first swap
+            if logged.segment < step - CHECKED_STEPS and logged.segment != self.oldest:
+                continue  # it was, and is again before it is forgotten: not at each of many cuts
             logged.call.check()
             for (iterator, start), end in zip(logged.iterators, logged.ends, strict=True):
                 iterator.check(start, end)
