@@ -4,7 +4,8 @@
 
 Real agents with real sockets, forked from one process that has imported them; their workers are stubs, their snapshots
 a few KiB. Per size: the start; a while of heartbeats; some steps; members lost one after the other; the coordinator
-lost; each by SIGKILL of the agent, while the job stands between two steps. `512:4` are 512 agents, four to a process
+lost; each by SIGKILL of the agent, while the job stands between two steps, `--patience` after the one before (what
+follows sooner is a storm, which is planned together). `512:4` are 512 agents, four to a process
 (who is lost, and who coordinates, has a process of its own). Beside each job: the same bytes over bare sockets.
 
 All agents share this machine's CPUs, so that seconds are upper bounds for a job whose agents have a host each; CPU time
@@ -47,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--idle", type=float, default=20.0, help="seconds of heartbeats only")
     parser.add_argument(
-        "--patience", type=float, default=60.0,
+        "--patience", type=float, default=20.0,
         help="the agents' patience_s: as long as a machine with so many of them may keep one from running",
     )  # fmt: skip
     parser.add_argument("--memory-gib", type=float, default=8.0, help="give up before the machine has this much less")
@@ -90,6 +91,7 @@ def exercised(job: Job, args: argparse.Namespace) -> dict[str, Any]:
     tell(job.shape, f"{steps['steps']} steps in {steps['wall_s']:.2f} s")
     found["losses"] = []
     for victim in (*job.shape.victims, job.coordinator):
+        job.calm_down()
         found["losses"].append(control_report.loss(job.lose(victim), KINDS))
         newest = found["losses"][-1]
         tell(job.shape, f"{newest['victim']} {victim} lost: plan known to all after {newest['known_s']:.3f} s")

@@ -62,6 +62,8 @@ class Party:
             output_dir=self.folder / "output",
             interface_address=HOST,
             memory_headroom_gib=0.0,
+            park_memory_gib=0.0,  # of other nodes than its first a spare rehearses what memory allows: here, all
+            park_at_home=False,
         )
 
 

@@ -9,12 +9,15 @@ import time
 from functools import cached_property
 from typing import Any
 
+from deadpool_plugin.core.types import NEVER
+
 from . import control_kernel
 from .control_board import NONE
 from .control_processes import Processes
 from .control_shape import FIRST
 
 START_S, PHASE_S = 900.0, 300.0
+CALM_S, LOOK_S = 1.0, 0.25
 
 
 class Job:
@@ -23,6 +26,7 @@ class Job:
     def __init__(self, processes: Processes) -> None:
         self._processes, self._board, self.shape = processes, processes.board, processes.shape
         self._pid_of = processes.pid_of
+        self._lost_at = NEVER
 
     def start(self) -> dict[str, float]:
         """Until all ranks train and step 0 is safe everywhere; seconds, and CPU seconds of the agents."""
@@ -84,6 +88,12 @@ class Job:
         per_agent = {name: [one[name] for one in found] for name in found[0]}
         return {**per_agent, "slab_growth_mib": [self._processes.slab_growth / control_kernel.MIB]}
 
+    def calm_down(self) -> None:
+        """Let so much time pass since the last loss that the next one is none of the same storm."""
+        while time.monotonic() - self._lost_at < self._processes.party.patience_s + CALM_S:
+            time.sleep(LOOK_S)
+            self._processes.look("the end of a storm")
+
     def _of_living(self, name: str) -> list[int]:
         column = self._board.column(name)
         return [column[node] for node in self.living]
@@ -97,6 +107,7 @@ class Job:
         self._processes.wait("plan", lambda: min(self._of_living("generation")) > max(generation, 0), PHASE_S)
         counted = self._spent(before)["counts"]
         self._processes.wait("protection", lambda: self._is_well_since(killed_ns), PHASE_S)
+        self._lost_at = time.monotonic()
         return {
             "victim": "coordinator" if was_coordinator else "member",
             "to_plan": {"cpu_ns": self._cpu_to_plan(before), "counts": counted},

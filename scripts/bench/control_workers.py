@@ -2,7 +2,8 @@
 
 Rules of this file: the agents' real local protocol over their real Unix sockets, and no training: a step is a sealed
 slot and the word for it. One thread, nothing blocks but on an agent that does not read. What an agent watches in /proc
-are two processes: this one, and a body that sleeps (its pid stands for every worker with the same local rank).
+are two processes: this one, and a body that sleeps (its pid stands for every worker with the same local rank). A worker
+that rehearses has a body of its own: its agent ends it when others are to have the memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 from deadpool_plugin.core import local
 from deadpool_plugin.core.chain import Chain
 from deadpool_plugin.core.types import NO_STEP, NodeId
+from deadpool_plugin.host.proc import spawn
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.linux import die_with_parent
@@ -31,7 +33,8 @@ ORDER_BYTES = 8
 _CHAIN = Chain()
 _LAYOUT = "stub"
 _CONNECT_S = 60.0
-_RETRY_S = 0.02
+_RETRY_S, _MOVES_S = 0.02, 1.0
+_SLEEP = ("/bin/sleep", "infinity")
 
 Handler = Callable[[Any, list[int]], None]
 
@@ -44,18 +47,29 @@ class Stage:
         self._orders = orders
         self._selector = selectors.DefaultSelector()
         self._slots: list[Slot] = []
-        self.bodies = [_body() for _ in range(party.slots)]
+        self._bodies = [_body() for _ in range(party.slots)]
         self.pipe, self._silent_end = os.pipe()  # the output of all workers, who say nothing
         self._slots = [Slot(self, node, local_rank) for node in nodes for local_rank in range(party.slots)]
         self._selector.register(orders, selectors.EVENT_READ)
 
     def play(self) -> NoReturn:
         while True:
-            for key, _ in self._selector.select():
+            if not (ready := self._selector.select(_MOVES_S)):
+                self._get_on()
+            for key, _ in ready:
                 if key.fd == self._orders:
                     self._ordered()
                 else:
                     self._hear(key)
+
+    def body(self, order: local.RunRank, local_rank: int) -> int:
+        return spawn(_SLEEP, {}, signal.SIGKILL) if order.rehearses else self._bodies[local_rank]
+
+    def _get_on(self) -> None:
+        """Rank 0 is in a long step: nobody is to take the time between two orders for a hang."""
+        for slot in self._slots:
+            if slot.rank is not None and slot.rank.number == 0:
+                slot.rank.get_on()
 
     def _ordered(self) -> None:
         """The driver says how far to train; the end of its pipe is our end."""
@@ -117,7 +131,7 @@ class Rank:
     """The process forked for one order."""
 
     def __init__(self, stage: Stage, node: NodeId, local_rank: int, order: local.RunRank) -> None:
-        self._stage, self._rank = stage, order.rank
+        self._stage, self.number = stage, order.rank
         self._step = self._committed = NO_STEP
         self._generation = self._stores = 0
         self._trains = False
@@ -133,8 +147,8 @@ class Rank:
             local.TakeOver: self._take_over,
         }
         self._connection = stage.connect(node, self._hear)
-        rehearsing = order.rehearses
-        self._send(local.WorkerHello(local_rank, stage.bodies[local_rank], order.rank, rehearsing, order.order))
+        body = stage.body(order, local_rank)
+        self._send(local.WorkerHello(local_rank, body, order.rank, order.rehearses, order.order))
         self._offer_store()
 
     def _hear(self, message: local.LocalMessage, descriptors: list[int]) -> None:
@@ -148,14 +162,14 @@ class Rank:
 
     def _offer_store(self) -> None:
         self._stores += 1
-        port = self._rank * 1000 + self._stores  # a name like another: nobody connects
+        port = self.number * 1000 + self._stores  # a name like another: nobody connects
         self._send(local.StoreOffer(f"{HOST}:{port}"))
 
     # ---- from the top
 
     def _start(self, start: local.StartGroups, _: list[int]) -> None:
         self._generation = start.generation
-        ready = local.RankReady(self._rank, HEADER_BYTES, PAYLOAD_BYTES, _LAYOUT, (self._rank,), b"")
+        ready = local.RankReady(self.number, HEADER_BYTES, PAYLOAD_BYTES, _LAYOUT, (self.number,), b"")
         self._send(ready)
 
     def _train(self, arena: local.ArenaHandOver, descriptors: list[int]) -> None:
@@ -166,9 +180,13 @@ class Rank:
         self.go_on()
 
     def _attach(self, descriptor: int) -> None:
-        self._pair = SlotPair.attach(descriptor, self._rank, HEADER_BYTES, PAYLOAD_BYTES)
+        self._pair = SlotPair.attach(descriptor, self.number, HEADER_BYTES, PAYLOAD_BYTES)
 
     # ---- steps
+
+    def get_on(self) -> None:
+        if self._trains:
+            self._send(local.WorkerMoved(self.number))
 
     def go_on(self) -> None:
         """Go on as far as the driver and the gate allow."""
@@ -180,7 +198,7 @@ class Rank:
         self._step = step
         self._pair.invalidate(step)
         self._pair.seal(step, self._generation, _LAYOUT, b"")
-        self._send(local.Staged(self._rank, step, self._generation, [b""]))
+        self._send(local.Staged(self.number, step, self._generation, [b""]))
 
     def _open_gate(self, message: local.Committed, _: list[int]) -> None:
         self._committed = max(self._committed, message.step)
@@ -196,10 +214,10 @@ class Rank:
         self._restore(message.generation, message.restore_step)
 
     def _rehearse(self, message: local.Recording, _: list[int]) -> None:
-        self._send(local.Rehearsed(self._rank, 0.0))
+        self._send(local.Rehearsed(self.number, 0.0))
 
     def _park(self, message: local.Park, _: list[int]) -> None:
-        self._send(local.Parked(self._rank, 0, 0, 0))
+        self._send(local.Parked(self.number, 0, 0, 0))
 
     def _take_over(self, message: local.TakeOver, descriptors: list[int]) -> None:
         self._attach(descriptors[0])
@@ -210,9 +228,9 @@ class Rank:
         if self._pair.open(step + 1) is not None:
             self._pair.invalidate(step + 1)
         if self._pair.open(step) is None:
-            raise RuntimeError(f"rank {self._rank} is to go back to step {step}, which its arena does not hold")
+            raise RuntimeError(f"rank {self.number} is to go back to step {step}, which its arena does not hold")
         self._generation, self._step, self._committed, self._trains = generation, step, step, True
-        self._send(local.WorkerRestored(self._rank, generation))
+        self._send(local.WorkerRestored(self.number, generation))
         self._offer_store()
         self.go_on()
 
