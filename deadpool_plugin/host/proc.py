@@ -39,6 +39,7 @@ EXEC_LOOKS_MAX = 500
 """A number, not a time: where the CPUs are busy this process looks less often, too."""
 EXEC_POLL_S = 0.001
 POLL_S = 0.03
+STAT_BYTES = 1024
 TAG = "DEADPOOL_TAG"
 """Environment variable every worker is started with: "<launcher pid>.<its start time>.<local rank>."."""
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
@@ -234,6 +235,29 @@ def look(pid: int, folder: str = "/proc") -> ProcessStatus | None:
     return ProcessStatus(state, True, os.waitstatus_to_exitcode(status) if status else None)
 
 
+class StatFile:
+    """The file /proc/PID/stat of one process, kept open: a look costs a fourth, and never meets another of that pid."""
+
+    def __init__(self, pid: int) -> None:
+        self._path, self._fd = f"/proc/{pid}/stat", -1
+
+    def is_running(self) -> bool:
+        """Return whether `look` would find nothing to tell: neither the process's end nor a stop. Raises: OSError."""
+        try:
+            if self._fd < 0:
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            line = os.pread(self._fd, STAT_BYTES, 0)
+        except OSError:  # it is gone, or no descriptor is left: `look` tells
+            return False
+        fields = line[line.rindex(b") ") + 2 :].split(b" ", 7)
+        return fields[0] not in b"ZXTt" and not int(fields[6]) & (PF_EXITING | PF_SIGNALED)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
 def catches(pid: int, number: int) -> bool:
     """Return whether `pid` has a handler of its own for signal `number`."""
     try:
@@ -334,6 +358,7 @@ def described_exit(exit_code: int) -> str:
 class _Watched:
     on_end: Callable[[int], None]
     on_stopped: Callable[[float], None]
+    stat: StatFile
     stopped_since: float | None = None
     told_stopped: bool = False
 
@@ -344,23 +369,23 @@ class Processes:
     def __init__(self, job_tag: str, silent_after_s: float) -> None:
         self._job_tag, self._silent_after_s = job_tag, silent_after_s
         self._watched: dict[int, _Watched] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._paused: set[int] = set()
         self._said = False
 
     def start(self) -> None:
         reserve.keep()
-        self._task = asyncio.get_running_loop().create_task(self._run())
-        # The loop's exception handler hears of a watch that has failed.
-        self._task.add_done_callback(lambda task: task.cancelled() or task.result())
+        self._poll()
 
     def watch(self, pid: int, on_end: Callable[[int], None], on_stopped: Callable[[float], None]) -> None:
         """Call `on_end(exit_code)` once `pid` ends, and `on_stopped(seconds)` once it has stood still for too long."""
         # A code of 0 is not told: the kernel shows 0 also while it is not known yet; the process's parent knows.
-        self._watched[pid] = _Watched(on_end, on_stopped)
+        self.forget(pid)
+        self._watched[pid] = _Watched(on_end, on_stopped, StatFile(pid))
 
     def forget(self, pid: int) -> None:
-        self._watched.pop(pid, None)
+        if (watched := self._watched.pop(pid, None)) is not None:
+            watched.stat.close()
 
     def is_gone(self, pid: int) -> bool:
         status = look(pid)
@@ -418,23 +443,32 @@ class Processes:
         _signal(paused, signal.SIGKILL)
 
     def close(self) -> None:
-        self._watched.clear()
-        if self._task is not None:
-            self._task.cancel()
+        for pid in list(self._watched):
+            self.forget(pid)
+        if self._timer is not None:
+            self._timer.cancel()
 
-    async def _run(self) -> None:
-        while True:
-            for pid, watched in list(self._watched.items()):
-                try:
-                    self._look(pid, watched)
-                except OSError as error:  # too many open files: the next look may have one
-                    if error.errno not in _TOO_MANY:
-                        raise
-                    if not self._said:
-                        self._said = True
-                        said = "cannot look at the processes of this host: %s; it is tried again and not said again"
-                        _log.warning(said, error)
-            await asyncio.sleep(POLL_S)
+    def _poll(self) -> None:
+        # A timer and no task, and at whole multiples of POLL_S: where nothing happens this is most of what an agent
+        # does, and most of that is to wake up, which those that share a process do together. The event loop's
+        # exception handler hears of a look that has failed.
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at((loop.time() // POLL_S + 1) * POLL_S, self._poll)
+        for pid, watched in list(self._watched.items()):
+            if self._watched.get(pid) is not watched:
+                continue  # what was told of another has had it forgotten
+            if watched.stat.is_running():
+                watched.stopped_since = None
+                continue
+            try:
+                self._look(pid, watched)
+            except OSError as error:  # too many open files: the next look may have one
+                if error.errno not in _TOO_MANY:
+                    raise
+                if not self._said:
+                    self._said = True
+                    said = "cannot look at the processes of this host: %s; it is tried again and not said again"
+                    _log.warning(said, error)
 
     def _look(self, pid: int, watched: _Watched) -> None:
         status = look(pid)

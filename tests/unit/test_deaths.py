@@ -201,6 +201,7 @@ def test_a_watch_without_descriptors_looks_again_and_says_so_once(monkeypatch, c
         return found
 
     async def scenario():
+        monkeypatch.setattr(proc.StatFile, "is_running", lambda self: False)
         monkeypatch.setattr(proc, "look", look)
         watching, seen = Processes("tag.", 1.0), asyncio.get_running_loop().create_future()
         watching.watch(1, seen.set_result, lambda seconds: None)
