@@ -1,6 +1,8 @@
 """A node's links to others: how it meets the others or joins a running job, and answers guests.
 
-Rules of this file: nothing is decided about the job here. A node id is never used twice. One newcomer arrives at a
+Rules of this file: nothing is decided about the job here. The lowest living members have a link with everybody: who
+coordinates, and who would next. Other links are made when they are needed, so that a node's work does not grow with the
+job. A node id is never used twice. One newcomer arrives at a
 time, so that each is told of all before it and links to them (the others are asked to wait). Nothing here makes a
 member: that is the controller's, from the first JoinRequest on. A newcomer announces itself to the members in the order
 of their ids: two that want the same id meet at the first.
@@ -19,7 +21,7 @@ from importlib import metadata
 from .. import events
 from ..config import Config
 from ..core import api
-from ..core.messages import AnyMessage, Goodbye, Prepare, Verdict
+from ..core.messages import AnyMessage, Goodbye, NodeFailed, Prepare, RankFailed, Verdict
 from ..core.types import Generation, Holding, NodeId, listed
 from ..errors import AlreadyEnded, ConfigError, InvariantViolated, NodeTaken, PeerRefused, TransportError, present
 from ..transport import join_protocol
@@ -35,6 +37,9 @@ PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
 STARTS_APART = 6  # hosts wait for each other for this fraction of `start_timeout_s`, or for `decision_timeout_s`
 _JOIN_RETRY_S = 0.2
 ATTEMPT_S = 1.0  # the least time a node is given to answer a host that joins
+LOWEST = 4  # members that are linked with everybody; more, by the second number for each that has fallen silent: a rack
+PER_SILENT = 8
+KEEPS_APART = 64  # parts of a patience, in one of which a node begins links that a plan has made necessary
 _ARRIVAL_S = 10.0  # a newcomer that has not spoken by then keeps the next one waiting no longer
 
 
@@ -61,6 +66,7 @@ class Links:
         self._hellos: dict[NodeId, Hello] = {}
         self._largest, self._arriving_since = node.id, 0.0
         self._arriving: NodeId | None = None
+        self._silent: set[NodeId] = set()
         self.missed: set[NodeId] = set()  # taken for lost before a plan says so: a newcomer is not to wait for them
         self._verdict: Verdict | None = None  # how the job has ended, if a member that has left said so
         self.mesh = ControlMesh(
@@ -85,11 +91,13 @@ class Links:
         )  # fmt: skip
 
     async def meet(self, hello: Hello) -> list[Hello]:
-        """Exchange hellos at the master's address and link up with everyone. Raises: DeadpoolError."""
+        """Exchange hellos at the master's address and make the first links. Raises: DeadpoolError."""
         place, credentials, timeout_s = self._node.place, self._node.credentials, meeting_s(self._node.config)
         hellos = await meet(place.nodes_total, (place.master_addr, place.master_port), hello, credentials, timeout_s)
         credentials.job = job_id(hellos)
-        await self.mesh.connect({one.node: one.control for one in hellos}, timeout_s)
+        everyone = sorted(one.node for one in hellos)
+        wanted = everyone[:LOWEST] if self._node.id not in everyone[:LOWEST] else everyone
+        await self.mesh.connect({one.node: one.control for one in hellos}, timeout_s, wanted)
         for one in hellos:
             self.know(one)
         return hellos
@@ -170,6 +178,25 @@ class Links:
                     raise InvariantViolated(f"node {node} answered {type(answer).__name__}")
         return set(todo)
 
+    def entered(self) -> None:
+        """Keep links with the lowest members of the new world, in a while: not all nodes at a time, nor in the swap."""
+        after_s = self._node.config.patience_s * (1 + self._node.id % KEEPS_APART) / KEEPS_APART
+        asyncio.get_running_loop().call_later(after_s, self._keep)
+
+    def _keep(self) -> None:
+        """Have links with the lowest living members, which the larger end of a link begins."""
+        if (world := self._node.world) is None:
+            return
+        living = [node for node in world.seniority if node not in self.mesh.gone]
+        count = LOWEST + PER_SILENT * len(self._silent.intersection(world.members))
+        self.mesh.keep(node for node in living[:count] if node < self._node.id)
+
+    def send(self, node: NodeId, message: AnyMessage) -> None:
+        """Send a message, over a link that is made first if need be. Nobody is dialled for what ends something: the
+        lowest members, which are linked with everybody, pass a verdict on, and see to losses."""
+        last = isinstance(message, NodeFailed) and message.node in (node, self._node.id)
+        self.mesh.send(node, message, makes_link=not (last or isinstance(message, RankFailed | Verdict)))
+
     def received(self, node: NodeId, message: AnyMessage) -> None:
         self._seen(node)
         if isinstance(message, Goodbye):
@@ -182,6 +209,9 @@ class Links:
     def _link_lost(self, lost: api.LinkLost) -> None:
         self.gone(lost.node)
         self._node.feed(lost)
+        if lost.silent and not lost.still:  # those after it may have fallen silent with it: that is found at once
+            self._silent.add(lost.node)
+            self._keep()
 
     def _refused(self, error: PeerRefused) -> None:
         self._node.reports.emit(events.PeerRefused(address=error.address, reason=str(error)))

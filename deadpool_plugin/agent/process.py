@@ -312,7 +312,7 @@ class Agent:
     def _carry_out(self, action: api.Action) -> None:
         match action:
             case api.Send():
-                self._links.mesh.send(action.to, action.message)
+                self._links.send(action.to, action.message)
             case api.StartWorkers():
                 self._workers.start_groups(action.world.generation, action.store)
             case api.StartRehearsal():
@@ -359,7 +359,10 @@ class Agent:
                 for lost in plan.lost_nodes:
                     self._links.mesh.drop(lost)
                     self._links.gone(lost)
+                self._links.entered()
                 self._tasks.start(self._host.bulk.forget(plan.lost_nodes))
+            case api.LookAround(nodes=nodes):
+                self._tasks.start(self._links.mesh.look_around(nodes))
             case api.Emit(event=event):
                 self._reports.leads = self._controller.leads
                 self._reports.emit(event)

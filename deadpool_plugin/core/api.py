@@ -198,6 +198,12 @@ class ReadCalls(Action, frozen=True):
     stacks: tuple[Rank, ...] = ()
 
 
+class LookAround(Action, frozen=True):
+    """Find out which of `nodes` this one cannot reach, among those that it has no link with; feed LinkLost of those."""
+
+    nodes: tuple[NodeId, ...]
+
+
 class EndRank(Action, frozen=True):
     rank: Rank
     reason: str  # why its process can be brought back no more: end it, and feed WorkerLost

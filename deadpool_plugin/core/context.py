@@ -104,6 +104,7 @@ class Context:
         self.newest_committed: Step = NO_STEP  # in this history: `committed`, or the restore step until there is one
         self.every = policy.begins_every  # how many steps snapshots are apart, as far as this node knows
         self.chain = self.begun_chain()  # the snapshots of this generation, as far as this node knows them
+        self.moved_at = NEVER  # by `awake`: when a step was last committed, or training or this generation began
         self.training = False
         self.has_trained = False  # in this generation or one before it: the script must not begin again
         self.checkpoint = Checkpoint()  # the newest one known here
@@ -135,6 +136,7 @@ class Context:
     def form(self, world: World) -> None:
         self.world, self.formed = world, True
         self.contact_at = self.formed_at = self.now
+        self.moved_at = self.awake
         self.watch.unheard = set(world.members) - {self.node}
         self._find_suspects()
 
@@ -152,6 +154,7 @@ class Context:
         self.chain = self.begun_chain()
         self.training, self.has_trained = False, self.has_trained or not self.begins_at_top
         self.entered_at, self.interrupted_s = self.now, float("inf")
+        self.moved_at = self.awake
         self.stuck, self.broken = "", ()
         self.swapping = self.waiting = False
         self.contact_at, self.echo = max(self.contact_at, asked_at), (self.node, NEVER)
@@ -254,7 +257,7 @@ class Context:
         if status.snapshots:
             self.every = status.every
         if status.committed > self.committed:
-            self.committed = status.committed
+            self.committed, self.moved_at = status.committed, self.awake
             self.learn_committed(status.committed)
             self.chain.forget_before(status.committed)
             self.act(Commit(status.committed, status.snapshots, status.void))
@@ -276,7 +279,7 @@ class Context:
 
     def begin_training(self) -> None:
         if not self.training:
-            self.interrupted_s = self.now - self.entered_at
+            self.interrupted_s, self.moved_at = self.now - self.entered_at, self.awake
         self.training = self.has_trained = True
 
     # -- the way out of this generation --------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class Controller:
         self._reported_at = 0.0
         self._own_pause_s, self._slept_s = timing.own_pause_s, 0.0
         self._watching: tuple[Generation, NodeId] | None = None
+        self._looked = (NEVER, 0.0)  # for want of progress since when others were last looked for, and after how long
         self._started = False  # this generation's workers were told over which store to build groups
         self._begin_generation()
 
@@ -238,12 +239,29 @@ class Controller:
             if node != ctx.node:
                 ctx.suspect(node, reason, silent=True)
         self._swaps.tick()
+        if not (ctx.training or ctx.swapping):
+            self._look_around()
         self._processes.rehearsing.tick()
         if not ctx.ended and (reason := self._coordination.tick()):
             self._swaps.stuck(ctx.node, reason)
         self._supply.tick()
         if ctx.now - self._reported_at >= ctx.timing.heartbeat_interval_s:
             ctx.note()
+
+    def _look_around(self) -> None:
+        """Find out which other hosts this one cannot reach, if nothing gets on: that may be why. Few have a link.
+
+        Of two hosts the larger looks, as it is the one that begins links; after half a patience, and whenever the time
+        has doubled.
+        """
+        ctx = self._ctx
+        since, looked_s = self._looked
+        waited_s = ctx.awake - ctx.moved_at
+        if waited_s >= (2 * looked_s if since == ctx.moved_at else ctx.timing.silent_after_s / 2):
+            self._looked = ctx.moved_at, waited_s
+            others = tuple(node for node in ctx.world.active if node < ctx.node and node not in ctx.suspects)
+            if others and ctx.node in ctx.world.active:
+                ctx.act(api.LookAround(others))
 
     def _received(self, event: api.Received) -> None:
         ctx, sender, message = self._ctx, event.sender, event.message
@@ -310,6 +328,8 @@ class Controller:
             case messages.Compare(generation, question, stacks):
                 if generation == ctx.world.generation:
                     ctx.act(api.ReadCalls(generation, question, stacks))
+                    if question and not ctx.swapping:
+                        self._look_around()
             case messages.Calls():
                 (self._stalls if message.question else self._pairing).hear(sender, message)
             case messages.Replace():

@@ -1,7 +1,8 @@
-"""The control mesh: one TCP connection between every two nodes, dialled by the larger node id.
+"""The control mesh: one TCP connection between every two nodes that need one, dialled by the larger node id.
 
-Rules of this file: the handshake comes before the first frame. Heartbeats and shards never share a connection (bulk has
-its own). A host that is no member yet comes as a guest (join_protocol.py), and becomes a node by being admitted.
+Rules of this file: a link is made at the start, or kept, or made for the first message to a node, which waits for it.
+The handshake comes before the first frame. Heartbeats and shards never share a connection (bulk has its own). A host
+that is no member yet comes as a guest (join_protocol.py), and becomes a node by being admitted.
 
 A connection that ends is made again: the larger node dials; the smaller one, if only it has seen the end, dials too,
 which says: dial me. A node that is asked in vain for the job's patience is lost as silent; one where nobody listens
@@ -16,7 +17,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
@@ -40,6 +41,8 @@ YOUNG_S = 1.0
 _ASKS = 2  # of a silent node, within its patience
 DIALS_MAX = 16
 """Links a node begins at a time: among hundreds of nodes on busy hosts, handshakes begun all at once time out."""
+LOOKS_MAX = 64
+"""Nodes that one node asks for a connection at a time: more than fall silent together as a rule (a rack)."""
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _log = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class ControlMesh:
 
     Call `listen`, then `connect` with every node's address (a host that joins a running job: `visit` each member
     instead), then `send`, and `close` last. From `connect` on only its nodes get links, and those that are admitted.
+    The end of a node without a link is not noticed.
     Thread: the event loop's only.
 
     Args:
@@ -87,6 +91,7 @@ class ControlMesh:
         """To make a link again, or (of those in `_gone`) to hear of a silent node."""
         self._tasks, self._dials = Tasks(), asyncio.Semaphore(DIALS_MAX)
         self._changed = asyncio.Event()
+        self._newest: tuple[AnyMessage | None, bytes] = (None, b"")
         self._connecting = self._closing = False
         self._listener: Listener | None = None
 
@@ -94,6 +99,11 @@ class ControlMesh:
     def linked(self) -> frozenset[NodeId]:
         """The nodes to which there is a link, or one that is being made again."""
         return frozenset(self._links()) | self._attempts.keys() - self._gone
+
+    @property
+    def gone(self) -> frozenset[NodeId]:
+        """The nodes with which there will be no link any more."""
+        return frozenset(self._gone)
 
     def _links(self) -> dict[NodeId, FrameProtocol]:
         return {node: one.connection for node, one in self._channels.items() if one.connection is not None}
@@ -125,13 +135,13 @@ class ControlMesh:
         if peer > self._node:
             return await self._attach(sock, peer)
         sock.close()
-        channel = self._channels.get(peer)  # the peer has no link, even if we still have one
-        if channel is not None:
-            reason = "the other end has lost the link"
-            if channel.connection is not None and channel.age_s >= YOUNG_S:
-                channel.use(None, reason)
-            if channel.connection is None:
-                self._renew(peer, channel, reason)
+        if peer not in self._channels:
+            return self._begin(peer)
+        channel, reason = self._channels[peer], "the other end has lost the link"  # even if we still have one
+        if channel.connection is not None and channel.age_s >= YOUNG_S:
+            channel.use(None, reason)
+        if channel.connection is None:
+            self._renew(peer, channel, reason)
 
     def _objection(self, peer: NodeId) -> str:
         """Return why there must be no new link to `peer`, "" if there may be."""
@@ -234,8 +244,18 @@ class ControlMesh:
 
     # ---- links made again
 
+    def keep(self, nodes: Iterable[NodeId]) -> None:
+        """Begins a link to each of `nodes` to which there is none, and is to be one."""
+        for node in nodes:
+            if node not in self._channels and node in self._addresses and self._is_wanted(node):
+                self._begin(node)
+
+    def _begin(self, peer: NodeId) -> None:
+        channel = self._channels[peer] = ReliableChannel()
+        self._renew(peer, channel, "")
+
     def _renew(self, peer: NodeId, channel: ReliableChannel, reason: str, after_s: float = 0.0) -> None:
-        """Makes the link of `channel` again, unless that is under way. `reason`: why it has ended."""
+        """Makes the link of `channel`, unless that is under way. `reason`: why it has ended, "" for the first one."""
         if peer not in self._attempts:
             self._attempts[peer] = self._tasks.start(self._make_again(peer, channel, reason, after_s))
 
@@ -268,10 +288,10 @@ class ControlMesh:
             why, silent = str(error), False
         # Nothing is awaited between the last look at the link and the end of this.
         self._attempts.pop(peer, None)
-        if channel.connection is not None:
+        if channel.connection is not None and reason:
             _log.warning("the link to node %d had ended (%s) and was made again", peer, reason)
-        elif self._is_wanted(peer):
-            self._lose(peer, f"{reason}; no new link: {why}", silent)
+        elif channel.connection is None and self._is_wanted(peer):
+            self._lose(peer, f"{reason}; no new link: {why}" if reason else f"no link to it: {why}", silent)
 
     async def _ask_still(self, peer: NodeId, reason: str) -> None:
         """Says whenever `peer`, which was lost for its silence, gives no connection. One that refuses answers, too."""
@@ -294,16 +314,34 @@ class ControlMesh:
                 return f"no answer ({error!r})", True
         return "", False
 
-    # ---- all links at the start
+    async def look_around(self, nodes: Collection[NodeId]) -> None:
+        """Asks those of `nodes` to which there is no link for a connection. One that gives none is lost, as if a link
+        to it had ended."""
 
-    async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
-        """Waits until every node of `table` (but this one) is linked, or has left, or is lost, which was told.
-        Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused."""
-        others, self._connecting = set(table) - {self._node}, True
+        looks = asyncio.Semaphore(LOOKS_MAX)
+
+        async def look(node: NodeId) -> None:
+            async with looks:
+                why, silent = await self._why_unreachable(node, self._silent_after_s)
+            if why and node not in self._channels and self._is_wanted(node):
+                self._lose(node, f"asked for a connection: {why}", silent)
+
+        unlinked = [node for node in nodes if node not in self._channels and node in self._addresses]
+        await asyncio.gather(*(look(node) for node in unlinked if self._is_wanted(node)))
+
+    # ---- links at the start
+
+    async def connect(
+        self, table: Mapping[NodeId, Address], timeout_s: float = 60.0, wanted: Collection[NodeId] | None = None
+    ) -> None:
+        """Waits until every node of `table` (but this one), or of those that are `wanted`, is linked, or has left, or
+        is lost, which was told. Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused.
+        """
+        others, self._connecting = set(table if wanted is None else wanted) - {self._node}, True
         self._addresses |= table
         older = sorted((node for node in others if node < self._node), reverse=True)
         dials = [asyncio.create_task(self._dial_until_linked(node)) for node in older]
-        dials += [asyncio.create_task(self._lose_if_gone(node, len(table))) for node in sorted(others)]
+        dials += [asyncio.create_task(self._lose_if_gone(node, len(others) + 1)) for node in sorted(others)]
         for dial in dials:
             dial.add_done_callback(lambda _: self._changed.set())
         try:
@@ -381,10 +419,18 @@ class ControlMesh:
 
     # ---- messages and the end
 
-    def send(self, node: NodeId, message: AnyMessage) -> None:
-        """Queues `message`; without a link it is dropped. Blocks: never."""
+    def send(self, node: NodeId, message: AnyMessage, makes_link: bool = True) -> None:
+        """Queues `message`; where there is no link, nor one to be made, it is dropped. Blocks: never."""
+        if makes_link and node not in self._channels:
+            self.keep((node,))
         if node in self._channels and node not in self._gone:
-            self._channels[node].send(msgspec.msgpack.encode(message))
+            self._channels[node].send(self._encoded(message))
+
+    def _encoded(self, message: AnyMessage) -> bytes:
+        """Encode once what is sent to one node after another."""
+        if message is not self._newest[0]:
+            self._newest = message, msgspec.msgpack.encode(message)
+        return self._newest[1]
 
     def drop(self, node: NodeId) -> None:
         """Ends the link to `node`, which is lost to the world, for good; what is queued goes first, for a moment."""

@@ -44,10 +44,12 @@ def status(step: int) -> Status:
 
 
 @asynccontextmanager
-async def mesh(size: int) -> AsyncIterator[list[Node]]:
+async def mesh(size: int, lowest: int | None = None) -> AsyncIterator[list[Node]]:
+    """Nodes that are linked: all with each other, or all with the `lowest`."""
     nodes = [Node(index) for index in range(size)]
     table = {index: await node.transport.listen() for index, node in enumerate(nodes)}
-    await asyncio.gather(*(node.transport.connect(table, WAIT_S) for node in nodes))
+    wanted = [None if lowest is None or index < lowest else range(lowest) for index in range(size)]
+    await asyncio.gather(*(node.transport.connect(table, WAIT_S, w) for node, w in zip(nodes, wanted, strict=True)))
     try:
         yield nodes
     finally:
@@ -97,6 +99,53 @@ def test_a_node_begins_few_links_at_a_time_and_has_them_all_in_the_end(monkeypat
 
     asyncio.run(scenario())
     assert max(at_once) == 2 and len(at_once) == 9
+
+
+@pytest.mark.parametrize("senders", [(1,), (2,), (1, 2)], ids=["the smaller", "the larger", "both"])
+def test_a_link_is_made_for_the_first_message(senders: tuple[int, ...]) -> None:
+    async def scenario() -> None:
+        async with mesh(4, lowest=1) as nodes:
+            for node in nodes[1:]:
+                assert node.transport.linked == {0}
+            for sender in senders:
+                for step in range(50):
+                    nodes[sender].transport.send(3 - sender, status(step))
+            for sender in senders:
+                heard = [await soon(nodes[3 - sender].messages) for _ in range(50)]
+                assert heard == [(sender, status(step)) for step in range(50)]
+            assert nodes[1].transport.linked == {0, 2} and nodes[2].transport.linked == {0, 1}
+            assert nodes[3].transport.linked == {0} and all(node.lost.empty() for node in nodes)
+
+    asyncio.run(scenario())
+
+
+def test_a_link_is_kept_where_one_is_wanted_and_none_is_made_for_last_words() -> None:
+    async def scenario() -> None:
+        async with mesh(4, lowest=1) as nodes:
+            nodes[2].transport.send(1, status(1), makes_link=False)
+            nodes[3].transport.keep([1])
+            nodes[3].transport.send(1, status(3), makes_link=False)
+            assert await soon(nodes[1].messages) == (3, status(3))
+            assert nodes[1].transport.linked == {0, 3} and nodes[2].transport.linked == {0}
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_a_node_without_a_link_is_found_by_who_needs_it() -> None:
+    async def scenario() -> None:
+        async with mesh(4, lowest=1) as nodes:
+            await nodes[1].transport.close()
+            assert (await soon(nodes[0].lost)).node == 1
+            await nodes[2].transport.look_around([0, 1, 3])
+            lost = await soon(nodes[2].lost)
+            assert lost.node == 1 and not lost.silent and "nobody listens there any more" in lost.reason
+            nodes[3].transport.send(1, status(1))
+            lost = await soon(nodes[3].lost)
+            assert lost.node == 1 and not lost.silent and "no link to it: nobody listens there" in lost.reason
+            assert nodes[2].transport.linked == nodes[3].transport.linked == {0}
+            assert all(node.lost.empty() for node in nodes)
+
+    asyncio.run(scenario())
 
 
 def test_a_lost_link_is_told_once_and_ends_nothing_else() -> None:
