@@ -425,8 +425,8 @@ class Controller:
         self._pairing.judge_newcomers(plan)
         ctx.enter(message, asked_at)
         self._supply.joined(len(plan.joined))
-        self._former |= set(before.members) - set(ctx.world.members)
-        for node in ctx.candidates.keys() & (ctx.world.positions.keys() | self._former):
+        self._former |= before.positions.keys() - ctx.world.positions.keys()
+        for node in [node for node in ctx.candidates if node in ctx.world.positions or node in self._former]:
             ctx.candidates.pop(node)
         self._begin_generation()
         ctx.note()

@@ -6,7 +6,7 @@ long as its generation; what has been committed stays so.
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
 
 from .chain import AUTO, Pace
 from .contact import Contact
@@ -17,7 +17,7 @@ from .messages import Rehearse, Report, Start, Status, Verdict
 from .pairing import Pairing
 from .placement import rehearsals
 from .stalls import Stalls
-from .types import NO_STEP, NodeId, Rank, Step, World, listed
+from .types import NEVER, NO_STEP, NodeId, Rank, Step, World, listed
 
 # Per heartbeat interval. With only one, a Status about a step would delay the next beat, and with it what members are
 # certain of.
@@ -30,24 +30,29 @@ class Coverage:
     def __init__(self, world: World) -> None:
         self._world = world
         self._spares = frozenset(world.spares)
-        self.reports = dict.fromkeys(world.members, Report(world.generation))  # the newest of each member
+        self._unheard = Report(world.generation)
+        self._reports: dict[NodeId, Report] = {}
+
+    def report_of(self, member: NodeId) -> Report:
+        """Return the newest one, an empty one of who has sent none."""
+        return self._reports.get(member, self._unheard)
 
     def absorb(self, sender: NodeId, report: Report) -> bool:
         """Take in a report. Returns: whether it may change an answer. Costs the same in a job of any size."""
-        before, self.reports[sender] = self.reports[sender], report
+        before, self._reports[sender] = self.report_of(sender), report
         if sender not in self._spares:
             return report.pruned != before.pruned
         return (report.able, report.unable, report.rehearsed) != (before.able, before.unable, before.rehearsed)
 
     def uncovered(self) -> tuple[NodeId, ...]:
-        able = [spare for spare in self._world.spares if self.reports[spare].able]
+        able = [spare for spare in self._world.spares if self.report_of(spare).able]
         active = sorted(self._world.active)
         # Any able spare can take a host, but only one that has followed it if the host's call records are dropped.
-        pruned = [node for node in active if self.reports[node].pruned] if able else active
+        pruned = [node for node in active if self.report_of(node).pruned] if able else active
         return tuple(node for node in pruned if not any(self._follows(spare, node) for spare in able))
 
     def _follows(self, spare: NodeId, node: NodeId) -> bool:
-        return {*self._world.ranks_of(node)} <= {rank for _, rank in self.reports[spare].rehearsed}
+        return {*self._world.ranks_of(node)} <= {rank for _, rank in self.report_of(spare).rehearsed}
 
     def why(self, uncovered: tuple[NodeId, ...]) -> str:
         """The reason that `uncovered` are, for people; "" if none is."""
@@ -58,9 +63,9 @@ class Coverage:
         said = []
         for spare in self._world.spares:
             what = "cannot follow it: its call records no longer fit into history_limit_mib"
-            if unable := self.reports[spare].unable:
+            if unable := self.report_of(spare).unable:
                 what = f"cannot stand in: {unable}"
-            elif not self.reports[spare].able:
+            elif not self.report_of(spare).able:
                 what = "is not ready yet"
             said.append(f"spare node {spare} {what}")
         return f"no spare can take {hosts} ({'; '.join(said)})"
@@ -99,7 +104,7 @@ class Coordination:
             return
         own = ctx.world.ranks_of(sender)
         fresh = {rank for rank in report.ready if rank in own} - self._ready
-        if fresh or report.moved > self._coverage.reports[sender].moved:
+        if fresh or report.moved > self._coverage.report_of(sender).moved:
             self._stalls.moved()
         self._ready |= fresh
         self._finished.update(rank for rank in report.finished if rank in own)
@@ -135,7 +140,7 @@ class Coordination:
         ctx = self._ctx
         if ctx.begins_at_top and not self._store:
             # All workers may build their groups as soon as rank 0's node offers a store.
-            self._store = self._coverage.reports[ctx.world.node_of[0]].store
+            self._store = self._coverage.report_of(ctx.world.node_of[0]).store
             if self._store:
                 ctx.broadcast(Start(ctx.world, self._store))
         if not ctx.training and len(self._ready) == len(ctx.world.node_of):
@@ -145,7 +150,7 @@ class Coordination:
             if ctx.plan is not None:
                 ctx.emit(SwapDone(ctx.now - ctx.swap_since))
             for task in rehearsals(ctx.world, ctx.faults):
-                if (task.local_slot, task.rank) not in self._coverage.reports[task.spare].rehearsed:
+                if (task.local_slot, task.rank) not in self._coverage.report_of(task.spare).rehearsed:
                     ctx.send(task.spare, Rehearse(ctx.world.generation, task.local_slot, task.rank))
         if self._has_news:
             self._has_news = False
@@ -170,7 +175,7 @@ class Coordination:
         chain.forget_before(self._committed)
         if ctx.policy.mirror_every != AUTO or not ctx.chooses:
             return
-        took = max((self._coverage.reports[node].took_steps for node in ctx.world.active), default=0.0)
+        took = max((self._coverage.report_of(node).took_steps for node in ctx.world.active), default=0.0)
         if self._pace.note(took):
             ctx.emit(MirroringPaced(self._pace.every, self._pace.steps))
         following = chain.after(self._committed)
@@ -201,10 +206,11 @@ class Coordination:
 
     def _say(self, on_change_only: bool = False) -> None:
         ctx = self._ctx
-        status = Status(ctx.world.generation, self._committed, ctx.training, ctx.waiting)
+        known = ctx.world.generation, self._committed, ctx.training, ctx.waiting
+        told: tuple[Any, ...] = ()  # of the chain, by who may
         if ctx.chooses:
-            snapshots, void = self._chain.announced(self._committed), self._chain.voided()
-            status = msgspec.structs.replace(status, every=self._pace.every, snapshots=snapshots, void=void)
+            told = self._pace.every, self._chain.announced(self._committed), self._chain.voided()
+        status = Status(*known, NEVER, NEVER, *told)
         if on_change_only and status == self._said:
             return
         self._said, self._said_at = status, ctx.now
@@ -212,4 +218,4 @@ class Coordination:
             self._beat_at = ctx.now
             self._contact.beat(ctx.now, ctx.timing.lease_s)
         for node in (*ctx.world.members, *sorted(ctx.candidates)):
-            ctx.send(node, msgspec.structs.replace(status, sent_at=ctx.now, certain=self._contact.certain(node)))
+            ctx.send(node, Status(*known, ctx.now, self._contact.certain(node), *told))

@@ -7,6 +7,8 @@ is not compared.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import compress
+from operator import ne
 
 import msgspec
 
@@ -141,7 +143,9 @@ class Pairing:
         since = ctx.world.generation if proved else 0
         ctx.replaced = {rank: when for rank, when in ctx.replaced.items() if rank in own and when >= since}
         before = ctx.world.node_of or (-1,) * len(plan.world.node_of)
-        moved = (rank for rank, (old, new) in enumerate(zip(before, plan.world.node_of, strict=True)) if old != new)
+        moved = compress(
+            range(len(before)), map(ne, before, plan.world.node_of)
+        )  # no loop of ours: there are many ranks
         # A process that ended after this node's promise is replaced although the plan does not say so.
         new = {*moved, *plan.lost_ranks, *self._processes.gone}
         ctx.unproven = (frozenset() if proved else ctx.unproven) | new

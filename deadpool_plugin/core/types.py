@@ -42,7 +42,7 @@ class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def active(self) -> tuple[NodeId, ...]:
         """Nodes that run ranks, in the order of their first rank: the ring along which buddies are chosen."""
-        return tuple(self._ranks)
+        return tuple(dict.fromkeys(self.node_of))
 
     @cached_property
     def members(self) -> tuple[NodeId, ...]:
@@ -51,7 +51,7 @@ class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def positions(self) -> dict[NodeId, int]:
-        return {node: place for place, node in enumerate(self.members)}
+        return dict(zip(self.members, range(len(self.members)), strict=True))
 
     @cached_property
     def seniority(self) -> tuple[NodeId, ...]:
@@ -65,8 +65,18 @@ class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
             found.setdefault(node, []).append(rank)
         return {node: tuple(ranks) for node, ranks in found.items()}
 
+    @cached_property
+    def _slots(self) -> int:
+        """How many ranks each active node has if they are neighbours and each has as many, else 0. In a job they are
+        and it has; and then there is nothing to count, which every member would do in every swap."""
+        slots, rest = divmod(len(self.node_of), len(self.active) or 1)
+        return 0 if rest or any(self.node_of[slot::slots] != self.active for slot in range(slots)) else slots
+
     def ranks_of(self, node: NodeId) -> tuple[Rank, ...]:
-        return self._ranks.get(node, ())
+        if not self._slots:
+            return self._ranks.get(node, ())
+        place = self.positions.get(node, len(self.active))
+        return tuple(range(place * self._slots, (place + 1) * self._slots)) if place < len(self.active) else ()
 
     @cached_property
     def _racks(self) -> dict[NodeId, str]:
