@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ def serve(fd: int) -> NoReturn:
     """Be the agent until the node's end; also for a process that was forked instead of executed."""
     logging.basicConfig(level=logging.WARNING, format="[deadpool] %(message)s", stream=sys.stderr)
     os.set_inheritable(fd, False)
+    gc.freeze()  # what was imported is no garbage: to look at all of it takes long, and would come in a swap
     # asyncio.run would wait for threads that a file system which hangs has not let go of.
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
