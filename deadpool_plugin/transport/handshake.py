@@ -31,7 +31,7 @@ _GREETING = struct.Struct("!8s32sI16s")  # magic with the protocol's version, no
 _MAGIC = b"deadpl-3"
 _PROOF_BYTES = hashlib.sha256().digest_size
 HANDSHAKE_TIMEOUT_S = 10.0
-UNPROVEN_MIN, UNPROVEN_MAX, UNPROVEN_SHARE = 16, 512, 8
+UNPROVEN_MIN, UNPROVEN_MAX, UNPROVEN_SHARE = 16, 4096, 8
 """How many connections of a listener may be unproven: this part of the files the process may open, within the two."""
 REFUSED_HOSTS_MAX = 32
 """Refused hosts that are told of: one that can forge addresses has more of them than we have memory."""

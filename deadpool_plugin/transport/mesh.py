@@ -42,7 +42,7 @@ _ASKS = 2  # of a silent node, within its patience
 DIALS_MAX = 16
 """Links a node begins at a time: among hundreds of nodes on busy hosts, handshakes begun all at once time out."""
 LOOKS_MAX = 64
-"""Nodes that one node asks for a connection at a time: more than fall silent together as a rule (a rack)."""
+"""Nodes that one node asks for a connection at a time, or in a second: more than a rack has as a rule."""
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _log = logging.getLogger(__name__)
 
@@ -368,26 +368,30 @@ class ControlMesh:
                 self._renew(node, channel, "it ended while this node waited for others")
 
     async def _dial_until_linked(self, node: NodeId) -> None:
+        again_s = _RETRY_S
         while node not in self._gone:
             try:
                 return await self._dial(node)
             except (ConnectionClosed, OSError) as error:
                 _log.info("node %d at %s does not answer yet: %s", node, self._addresses[node], error)
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(again_s)
+            again_s = min(2 * again_s, YOUNG_S)
 
     async def _lose_if_gone(self, node: NodeId, total: int) -> None:
         """Counts a node that dies or stands still while the hosts link up as lost, like any later."""
         # As long as fewer than half of them are linked the network is at fault, which is told at the deadline.
         unlinked_s = failing_s = 0.0
-        await asyncio.sleep(YOUNG_S * (1 + (node + self._node) % 8 / 8))  # not all nodes at a time
+        every_s = max(YOUNG_S, total / LOOKS_MAX)
+        await asyncio.sleep(every_s * (1 + (node + self._node) % LOOKS_MAX / LOOKS_MAX))  # not all nodes at a time
         while node not in self._gone:
             began = loop_time()
-            await asyncio.sleep(YOUNG_S)
+            await asyncio.sleep(every_s)
             why, silent = "", False
             if node not in self.linked:
                 why, silent = await self._why_unreachable(node, self._silent_after_s)
             took_s = loop_time() - began
-            if node in self.linked or took_s > self._silent_after_s + 2 * YOUNG_S:  # for now; or this node stood still
+            stood_still = took_s > self._silent_after_s + every_s + YOUNG_S
+            if node in self.linked or stood_still:  # linked for now: it may end again
                 unlinked_s = failing_s = 0.0
                 continue
             unlinked_s += took_s
