@@ -187,7 +187,8 @@ class Links:
         """Have links with the lowest living members, which the larger end of a link begins."""
         if (world := self._node.world) is None:
             return
-        living = [node for node in world.seniority if node not in self.mesh.gone]
+        gone = self.mesh.gone
+        living = [node for node in world.seniority if node not in gone]
         count = LOWEST + PER_SILENT * len(self._silent.intersection(world.members))
         self.mesh.keep(node for node in living[:count] if node < self._node.id)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from itertools import compress
-from operator import ne
 
 import msgspec
 
@@ -144,7 +143,7 @@ class Pairing:
         ctx.replaced = {rank: when for rank, when in ctx.replaced.items() if rank in own and when >= since}
         before = ctx.world.node_of or (-1,) * len(plan.world.node_of)
         moved = compress(
-            range(len(before)), map(ne, before, plan.world.node_of)
+            range(len(before)), map(int.__ne__, before, plan.world.node_of)
         )  # no loop of ours: there are many ranks
         # A process that ended after this node's promise is replaced although the plan does not say so.
         new = {*moved, *plan.lost_ranks, *self._processes.gone}

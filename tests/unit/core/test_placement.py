@@ -39,6 +39,19 @@ def test_buddies(world, copies, buddies):
     assert {node: buddies_of(world, node, copies) for node in buddies} == buddies
 
 
+@given(
+    node_of=st.lists(st.integers(0, 3), max_size=8) | worlds().map(lambda world: [*world.node_of]),
+    spare=st.integers(10, 11),
+)
+def test_the_ranks_of_a_node_are_those_that_the_world_says(node_of, spare):
+    """Also in worlds that no job has: a node's ranks need not be neighbours, nor as many as another's."""
+    world = World(0, tuple(node_of), (spare,))
+    for node in (*node_of, spare, 12):
+        assert world.ranks_of(node) == tuple(rank for rank, home in enumerate(node_of) if home == node)
+    assert world.active == tuple(dict.fromkeys(node_of)) and world.members == (*world.active, spare)
+    assert [world.positions[node] for node in world.members] == [*range(len(world.members))]
+
+
 @given(world=worlds(), copies=st.integers(1, 4))
 def test_buddies_are_as_many_as_a_commit_asks_for(world, copies):
     for node in world.active:

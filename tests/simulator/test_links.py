@@ -1,0 +1,80 @@
+"""Few links are enough: who coordinates, and who would next, has one with everybody; others look when it matters."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_plugin.agent.links import LOWEST
+from deadpool_plugin.core import api, events
+
+NODES = {"active": 9, "spares": 5, "slots": 1, "copies": 1}
+
+
+def links_of(job):
+    return {number: node.agent._links.mesh.linked for number, node in job.nodes.items() if node.up}
+
+
+def expected(members):
+    lowest = set(sorted(members)[:LOWEST])
+    return {node: frozenset((members if node in lowest else lowest) - {node}) for node in members}
+
+
+def test_the_lowest_are_linked_with_everybody_and_a_loss_makes_no_other_links(start):
+    job = start(**NODES).train()
+    members = {*range(14)}
+    assert links_of(job) == expected(members)
+    job.strike("kill", 7)
+    job.until(lambda: len(job.told(events.Mirrored)) > 1)
+    assert links_of(job) == expected(members - {7}) and len(job.plans) == 1
+    job.end()
+    assert {code for node, code in job.exits.items() if node != 7} == {0}
+
+
+@pytest.mark.parametrize("lost", [(0,), (0, 2), (0, 2, 4, 6)])
+def test_after_a_loss_among_them_the_next_are(start, lost):
+    job = start(**NODES).train()
+    for node in lost:
+        job.strike("kill", node)
+    job.until(lambda: len(job.told(events.SwapDone)) and len(job.newest_world.members) == 14 - len(lost))
+    job.hold()
+    job.idle(2 * job.timing.silent_after_s)
+    members = {*range(14)} - {*lost}
+    assert all(links >= expected(members)[node] for node, links in links_of(job).items())
+    job.end()
+    assert {code for node, code in job.exits.items() if node not in lost} == {0}
+
+
+def test_all_that_are_linked_with_everybody_are_lost_at_once(start):
+    """Each loss is known in less than a silence: who listens no more is lost, and the next is turned to."""
+    job = start(**NODES | {"copies": 5}).train()
+    began = job.timeline.now
+    for node in range(LOWEST + 1):
+        job.strike("kill", node)
+    job.until(lambda: len(job.newest_world.members) == 13 - LOWEST)
+    assert job.timeline.now - began < job.timing.silent_after_s
+    job.end()
+    assert {code for node, code in job.exits.items() if node > LOWEST} == {0}
+
+
+def test_all_that_are_linked_with_everybody_fall_silent_with_some_others(start):
+    job = start(**NODES | {"active": 12, "spares": 7, "copies": 7}).train()
+    began, silent = job.timeline.now, range(LOWEST + 3)
+    for node in silent:
+        job.strike("crash", node)
+    job.until(lambda: len(job.newest_world.members) == 19 - len(silent))
+    assert job.timeline.now - began < 8 * job.timing.silent_after_s
+    job.end()
+    assert {code for node, code in job.exits.items() if node not in silent} == {0}
+
+
+def test_two_that_have_no_link_find_out_that_they_cannot_reach_each_other(start):
+    """Their processes hang, and nobody knows whose fault that is."""
+    job = start(**NODES).train()
+    job.hold()
+    job.isolate({5}, {6})
+    job.until(lambda: job.told(events.NodeLost))
+    assert {(6, api.LookAround((0, 1, 2, 3, 4, 5))), (5, api.LookAround((0, 1, 2, 3, 4)))} <= {*job.all(api.LookAround)}
+    (lost,) = job.told(events.NodeLost)[0].lost
+    assert lost in (5, 6) and "cannot reach each other" in " ".join(job.reasons.values())
+    job.end()
+    assert {code for node, code in job.exits.items() if node != lost} == {0}
