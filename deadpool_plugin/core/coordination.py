@@ -88,7 +88,7 @@ class Coordination:
         self._floor: Step = max(context.plan.restore_step, 0) if context.plan else 0
         self._committed: Step = NO_STEP
         self._committed_at = self._said_at = self._beat_at = context.now
-        self._said: Status | None = None
+        self._said = Status(context.world.generation, NO_STEP, False)  # which whoever enters the generation knows
         self._pace, self._chain = Pace(context.every, context.policy.mirror_every_max), context.begun_chain()
 
     @property

@@ -43,6 +43,8 @@ DIALS_MAX = 16
 """Links a node begins at a time: among hundreds of nodes on busy hosts, handshakes begun all at once time out."""
 LOOKS_MAX = 64
 """Nodes that one node asks for a connection at a time, or in a second: more than a rack has as a rule."""
+TURN_S = 0.002
+"""At the start a node dials so much later than the one before it: whom all dial at once answers none in time."""
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _log = logging.getLogger(__name__)
 
@@ -340,8 +342,9 @@ class ControlMesh:
         others, self._connecting = set(table if wanted is None else wanted) - {self._node}, True
         self._addresses |= table
         older = sorted((node for node in others if node < self._node), reverse=True)
-        dials = [asyncio.create_task(self._dial_until_linked(node)) for node in older]
-        dials += [asyncio.create_task(self._lose_if_gone(node, len(others) + 1)) for node in sorted(others)]
+        turn = sum(node < self._node for node in table)
+        dials = [asyncio.create_task(self._dial_until_linked(node, turn * TURN_S)) for node in older]
+        dials += [asyncio.create_task(self._lose_if_gone(node, len(others) + 1, len(table))) for node in sorted(others)]
         for dial in dials:
             dial.add_done_callback(lambda _: self._changed.set())
         try:
@@ -367,8 +370,9 @@ class ControlMesh:
             if channel.connection is None:
                 self._renew(node, channel, "it ended while this node waited for others")
 
-    async def _dial_until_linked(self, node: NodeId) -> None:
+    async def _dial_until_linked(self, node: NodeId, after_s: float) -> None:
         again_s = _RETRY_S
+        await asyncio.sleep(after_s)
         while node not in self._gone:
             try:
                 return await self._dial(node)
@@ -377,11 +381,11 @@ class ControlMesh:
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, YOUNG_S)
 
-    async def _lose_if_gone(self, node: NodeId, total: int) -> None:
+    async def _lose_if_gone(self, node: NodeId, total: int, hosts: int) -> None:
         """Counts a node that dies or stands still while the hosts link up as lost, like any later."""
         # As long as fewer than half of them are linked the network is at fault, which is told at the deadline.
         unlinked_s = failing_s = 0.0
-        every_s = max(YOUNG_S, total / LOOKS_MAX)
+        every_s = max(YOUNG_S, hosts / LOOKS_MAX)
         await asyncio.sleep(every_s * (1 + (node + self._node) % LOOKS_MAX / LOOKS_MAX))  # not all nodes at a time
         while node not in self._gone:
             began = loop_time()

@@ -20,6 +20,7 @@ from ..errors import ConfigError, TransportError
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Address = tuple[str, Port]
+BACKLOG = 4096
 
 
 @contextlib.contextmanager
@@ -36,11 +37,13 @@ def listening(host: str, port: int) -> socket.socket:
     """Listen on the interface `host`, "" for all. Raises: OSError."""
     if not host and socket.has_dualstack_ipv6():
         try:
-            return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+            return socket.create_server((host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+    return socket.create_server(
+        (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG
+    )
 
 
 def listen_tcp(host: str, port_range: tuple[int, int] | None = None) -> socket.socket:
