@@ -251,13 +251,14 @@ class Controller:
     def _look_around(self) -> None:
         """Find out which other hosts this one cannot reach, if nothing gets on: that may be why. Few have a link.
 
-        Of two hosts the larger looks, as it is the one that begins links; after half a patience, and whenever the time
-        has doubled.
+        Of two hosts the larger looks, as it is the one that begins links; after a patience (half of one if the
+        coordinator asks where ranks are), and whenever the time has doubled.
         """
         ctx = self._ctx
         since, looked_s = self._looked
         waited_s = ctx.awake - ctx.moved_at
-        if waited_s >= (2 * looked_s if since == ctx.moved_at else ctx.timing.silent_after_s / 2):
+        first_s = ctx.timing.silent_after_s / (2 if ctx.training else 1)
+        if waited_s >= (2 * looked_s if since == ctx.moved_at else first_s):
             self._looked = ctx.moved_at, waited_s
             others = tuple(node for node in ctx.world.active if node < ctx.node and node not in ctx.suspects)
             if others and ctx.node in ctx.world.active:

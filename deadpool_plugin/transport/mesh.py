@@ -107,6 +107,12 @@ class ControlMesh:
         """The nodes with which there will be no link any more."""
         return frozenset(self._gone)
 
+    def _is_linked(self, node: NodeId) -> bool:
+        channel = self._channels.get(node)
+        return (channel is not None and channel.connection is not None) or (
+            node in self._attempts and node not in self._gone
+        )
+
     def _links(self) -> dict[NodeId, FrameProtocol]:
         return {node: one.connection for node, one in self._channels.items() if one.connection is not None}
 
@@ -344,7 +350,7 @@ class ControlMesh:
         older = sorted((node for node in others if node < self._node), reverse=True)
         turn = sum(node < self._node for node in table)
         dials = [asyncio.create_task(self._dial_until_linked(node, turn * TURN_S)) for node in older]
-        dials += [asyncio.create_task(self._lose_if_gone(node, len(others) + 1, len(table))) for node in sorted(others)]
+        dials.append(asyncio.create_task(self._lose_those_gone(others, len(table))))
         for dial in dials:
             dial.add_done_callback(lambda _: self._changed.set())
         try:
@@ -381,21 +387,29 @@ class ControlMesh:
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, YOUNG_S)
 
-    async def _lose_if_gone(self, node: NodeId, total: int, hosts: int) -> None:
-        """Counts a node that dies or stands still while the hosts link up as lost, like any later."""
+    async def _lose_those_gone(self, others: Collection[NodeId], hosts: int) -> None:
+        """Counts nodes that die or stand still while `hosts` link up as lost, like any later."""
+        every_s, looked_at = max(YOUNG_S, hosts / LOOKS_MAX), set[NodeId]()
+        async with asyncio.TaskGroup() as looks:
+            while True:
+                await asyncio.sleep(every_s)
+                for node in set(others) - self.linked - self._gone - looked_at:  # few: who could link up has by now
+                    looked_at.add(node)
+                    looks.create_task(self._lose_if_gone(node, len(others) + 1, every_s))
+
+    async def _lose_if_gone(self, node: NodeId, total: int, every_s: float) -> None:
         # As long as fewer than half of them are linked the network is at fault, which is told at the deadline.
         unlinked_s = failing_s = 0.0
-        every_s = max(YOUNG_S, hosts / LOOKS_MAX)
-        await asyncio.sleep(every_s * (1 + (node + self._node) % LOOKS_MAX / LOOKS_MAX))  # not all nodes at a time
+        await asyncio.sleep(every_s * ((node + self._node) % LOOKS_MAX / LOOKS_MAX))  # not all nodes at a time
         while node not in self._gone:
             began = loop_time()
             await asyncio.sleep(every_s)
             why, silent = "", False
-            if node not in self.linked:
+            if not self._is_linked(node):
                 why, silent = await self._why_unreachable(node, self._silent_after_s)
             took_s = loop_time() - began
             stood_still = took_s > self._silent_after_s + every_s + YOUNG_S
-            if node in self.linked or stood_still:  # linked for now: it may end again
+            if self._is_linked(node) or stood_still:  # linked for now: it may end again
                 unlinked_s = failing_s = 0.0
                 continue
             unlinked_s += took_s
