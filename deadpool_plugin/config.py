@@ -127,7 +127,7 @@ class Config(BaseModel):
     """How many steps snapshots are apart, or auto. 1: every step is mirrored, and training waits if that takes longer
     than a step. k: every k-th step is. auto: 1 as long as mirroring keeps up, else as many steps as it takes, up to 16;
     changes are said. Hazard: after a loss up to 2 k steps are done again, exactly; each rank keeps what the calls of so
-    many steps were given (batches)."""
+    many steps were given (batches), under auto in no more than a quarter of the memory that is free."""
 
     racks: dict[str, list[str]] = Field(default_factory=dict)
     """Hosts that may fail together, by rack (or power feed, or zone): {a: [node0, node1], b: [node2, node3]}, by host

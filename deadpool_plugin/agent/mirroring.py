@@ -116,7 +116,7 @@ class Mirroring:
             return self._node.feed(api.WorkerLost(rank, f"its arena is damaged: {error}"))
         self._store.history(rank).append(step, *message.records)
         before = self._store.before(rank, step)
-        self._node.feed(api.SnapshotHeld(holding, generation, before, message.took_steps))
+        self._node.feed(api.SnapshotHeld(holding, generation, before, message.took_steps, message.most))
         self._push_snapshot(rank, step, generation, message.records[-1])
 
     def hold(self, rank: Rank, step: Step) -> None:

@@ -61,7 +61,8 @@ class SnapshotHeld(Input, frozen=True):
     holding: Holding
     generation: Generation  # in which it was written, never one that this node is not in yet (mirror/store.py)
     before: Step = NO_STEP
-    took_steps: float = 0.0  # as in Report; 0 where this is a mirror
+    took_steps: float = 0.0  # as in Report; 0 where this is a mirror, as is the next one
+    most: int = 0
 
 
 class HoldingsDropped(Input, frozen=True):

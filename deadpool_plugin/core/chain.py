@@ -84,18 +84,18 @@ class Chain:
 class Pace:
     """The distance of snapshots that mirroring keeps up with, from how many steps it takes."""
 
-    def __init__(self, every: int, most: int) -> None:
-        self.every, self._most = every, most
+    def __init__(self, every: int) -> None:
+        self.every = every
         self.steps = 0.0  # that mirroring took, by the newest change
         self._took: deque[float] = deque(maxlen=DOWN_AFTER)
 
-    def note(self, steps: float) -> bool:
+    def note(self, steps: float, limit: int) -> bool:
         """Note how many steps the mirroring of a snapshot took. Returns: whether the distance is another one now."""
         self._took.append(steps)
         least, most = min([*self._took][-UP_AFTER:]), max(self._took)
         is_behind = len(self._took) >= UP_AFTER and least > self.every
         has_room = len(self._took) == DOWN_AFTER and self._enough(most) < self.every
-        every = self._enough(least) if is_behind else self._enough(most) if has_room else self.every
+        every = min(limit, self._enough(least) if is_behind else self._enough(most) if has_room else self.every)
         if every == self.every:
             return False
         self.every, self.steps = every, least if is_behind else most
@@ -103,4 +103,4 @@ class Pace:
         return True
 
     def _enough(self, steps: float) -> int:
-        return max(1, min(self._most, int(-(-(steps if steps <= 1.0 else SLACK * steps) // 1))))
+        return max(1, int(-(-(steps if steps <= 1.0 else SLACK * steps) // 1)))

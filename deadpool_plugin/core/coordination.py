@@ -89,7 +89,7 @@ class Coordination:
         self._committed: Step = NO_STEP
         self._committed_at = self._said_at = self._beat_at = context.now
         self._said = Status(context.world.generation, NO_STEP, False)  # which whoever enters the generation knows
-        self._pace, self._chain = Pace(context.every, context.policy.mirror_every_max), context.begun_chain()
+        self._pace, self._chain = Pace(context.every), context.begun_chain()
 
     @property
     def unready(self) -> tuple[Rank, ...]:
@@ -175,8 +175,9 @@ class Coordination:
         chain.forget_before(self._committed)
         if ctx.policy.mirror_every != AUTO or not ctx.chooses:
             return
-        took = max((self._coverage.report_of(node).took_steps for node in ctx.world.active), default=0.0)
-        if self._pace.note(took):
+        reports = [self._coverage.report_of(node) for node in ctx.world.active]
+        most = min([ctx.policy.mirror_every_max, *(report.most for report in reports if report.most)])
+        if self._pace.note(max(report.took_steps for report in reports), most):
             ctx.emit(MirroringPaced(self._pace.every, self._pace.steps))
         following = chain.after(self._committed)
         if following != NO_STEP and chain.after(following) == NO_STEP:

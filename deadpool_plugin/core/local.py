@@ -142,6 +142,7 @@ class Staged(LocalMessage, frozen=True):
     generation: Generation
     records: list[bytes]  # of the calls of the steps since the snapshot before, opaque; those of `step` last
     took_steps: float = 0.0  # how many steps the mirroring of the snapshot before took
+    most: Count = 0  # how many steps snapshots may be apart, by the memory for what is kept; 0: any
 
 
 class Committed(LocalMessage, frozen=True):

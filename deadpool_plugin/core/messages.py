@@ -60,6 +60,7 @@ class Report(OfGeneration, frozen=True):
     pruned: bool = False  # records of first steps of this node's ranks are dropped
     broken: tuple[NodeId, ...] = ()  # the other end of the training connection that is `stuck` (the sender: not known)
     took_steps: float = 0.0  # how many steps the newest mirroring known here took, of the ranks of this node
+    most: Count = 0  # how many steps snapshots may be apart for want of memory on this node; 0: any
     wanted: tuple[Step, ...] = ()  # steps of which a rank of this node wants a snapshot, for a save to begin
     passed: tuple[Step, ...] = ()  # those announced of which a rank of this node can take none any more
 

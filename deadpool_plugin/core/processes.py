@@ -46,6 +46,7 @@ class Processes:
         self._finished: set[Rank] = set()
         self._moves = 0  # how often a process has got on
         self._took_steps: dict[Rank, float] = {}  # how many steps the newest mirroring took that each rank knows of
+        self._most: dict[Rank, int] = {}  # how many steps snapshots may be apart, by the memory of each rank
         self._wanted, self._passed = set[Step](), set[Step]()
         self._pruned = False  # records of the first steps of a rank of this node are dropped
         self._offers: dict[int, tuple[bool, str]] = {}  # whether a slot's process runs a rank, its store; newest last
@@ -98,6 +99,7 @@ class Processes:
                 unable=self.rehearsing.unable,
                 pruned=self._pruned,
                 took_steps=max(self._took_steps.values(), default=0.0),
+                most=min(self._most.values(), default=0),
                 wanted=tuple(sorted(step for step in self._wanted if step > ctx.committed)),
                 passed=tuple(sorted(step for step in self._passed if step > ctx.committed)),
             )
@@ -109,9 +111,11 @@ class Processes:
         """Note what the coordinator must hear of. Returns: whether a promise that was made says too little now."""
         ctx = self._ctx
         match event:
-            case api.SnapshotHeld(holding, generation, older, took_steps):
+            case api.SnapshotHeld(holding, generation, older, took_steps, most):
                 if took_steps:
                     self._took_steps[holding.rank] = took_steps
+                if most:
+                    self._most[holding.rank] = most
                 if self._hold(holding, generation, older):
                     # A step is committed once every node has all of it, so one's own part is told when it is complete.
                     ctx.note(all((rank, holding.step) in self._held for rank in self._to_hold))
@@ -275,6 +279,7 @@ class Processes:
         self._held = {key: holding for key, holding in self._held.items() if key[1] <= plan.restore_step}
         self._moves = 0
         self._took_steps.clear()
+        self._most.clear()
         if ctx.begins_at_top:
             self._offers.clear()  # every process is a new one
         self.consume(plan.store)

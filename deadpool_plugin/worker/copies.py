@@ -73,17 +73,17 @@ class Kept:
     """A structure as it was given, in containers of its own, small tensors copied."""
 
     on_host_bytes = 0  # of all copies in page-locked memory
-    nbytes = 0  # of all tensors that are kept, wherever they are
+    nbytes = {False: 0, True: 0}  # of all tensors that are kept: on the host, and on a device
 
     def __init__(self, value: Any) -> None:
-        self._on_host_bytes = self._nbytes = 0
+        self._on_host_bytes, self._nbytes = 0, {False: 0, True: 0}
         self._leaves, self._spec = pytree.tree_flatten(value)
         self._copies: dict[int, torch.Tensor] = {}  # of small ones, by their places among the leaves
         self._versions: list[tuple[torch.Tensor, int]] = []
         for at, leaf in enumerate(self._leaves):
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
                 continue
-            self._nbytes += leaf.nbytes
+            fits = False
             if leaf.numel() * leaf.element_size() <= COPIED_BYTES_MAX:
                 if fits := leaf.is_cuda and Kept.on_host_bytes + leaf.nbytes <= ON_HOST_BYTES_MAX:
                     self._on_host_bytes += leaf.nbytes
@@ -91,11 +91,14 @@ class Kept:
                 self._leaves[at], self._copies[at] = None, copied(leaf) if fits else leaf.detach().clone()
             elif not leaf.is_inference():  # which cannot tell that it was changed
                 self._versions.append((leaf, leaf._version))
-        Kept.nbytes += self._nbytes
+            self._nbytes[leaf.is_cuda and not fits] += leaf.nbytes
+        for where, nbytes in self._nbytes.items():
+            Kept.nbytes[where] += nbytes
 
     def __del__(self) -> None:
         Kept.on_host_bytes -= self._on_host_bytes
-        Kept.nbytes -= self._nbytes
+        for where, nbytes in self._nbytes.items():
+            Kept.nbytes[where] -= nbytes
 
     def again(self) -> Any:
         leaves = [copied_back(self._copies[at]) if at in self._copies else leaf for at, leaf in enumerate(self._leaves)]

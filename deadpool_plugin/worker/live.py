@@ -8,6 +8,7 @@ wait at the end of the script, and gets no further than here; another one meanwh
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from ..core import local
 from ..core.policy import Policy
 from ..core.signatures import DEVICE, Activity
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
-from ..mirror.arena import SlotPair
+from ..mirror.arena import SlotPair, budgets
 from ..transport.flight_recorder import Whereabouts
 from . import codec, copies, rng, switches
 from .adapter import capture_rng, restore_rng
@@ -38,7 +39,8 @@ from .saving import Flight, SaveCall
 from .staging import Layout, Stager
 
 KEPT_AFTER = 2  # steps of a process, when what each of them keeps is known
-SAID_BYTES = 256 << 20  # of kept inputs
+LOOK_AT_MEMORY_STEPS = 256  # after so many it is looked at again
+MEMORY_SHARE = 0.25  # of what is free, for inputs of calls that are kept because snapshots are apart
 PROGRESS_EVERY_S = 1.0  # shortest time between two messages of progress; a stall's limit is several times this
 
 
@@ -69,7 +71,7 @@ class Live:
         self._step_is = Activity.FIRST_STEP  # until one was made by this process, in this generation
         when_imported("torch._dynamo.callback", lambda module: _note_compilations(module.callback_handler, self._place))
         self._stager = Stager(layout, self._adapter.state.changing, slots, context.link)
-        self._log, self._first = CallLog(step), step
+        self._log, self._first, self._is_limited = CallLog(step), step, False
         self._inside = _Inside(self._groups.generations, slots)
         self._updated = False  # the call being executed has made an update
         self._results = copies.on_host()  # of what the newest call told
@@ -319,8 +321,8 @@ class Live:
         step, self._step_is, oldest = self._log.step + 1, Activity.STEP, self._stager.oldest
         self.stage(step)
         self._log.prune(step, oldest)
-        if step == self._first + KEPT_AFTER:
-            self._say_what_is_kept()
+        if not self._link.chain.fixed and (step - self._first) % LOOK_AT_MEMORY_STEPS == KEPT_AFTER:
+            self._limit_distance()
         flush()
         # The agent may have gone on to the next generation before it hears of this step.
         self._link.event("StepDone", generation=self._groups.generation, rank=self._rank, step=step, loss=self._loss)
@@ -335,16 +337,21 @@ class Live:
             records = [self._log.records(segment) for segment in range(self._stager.newest, step)]
             self._stager.stage(step, self._groups.generation, state, records, self._groups.cut(step))
 
-    def _say_what_is_kept(self) -> None:
-        """Say how much memory the inputs of calls may take, if snapshots are apart and it is much."""
-        chain = self._link.chain
-        every = chain.every if chain.fixed else Policy.mirror_every_max
-        steps, each = 2 * every + 1, Kept.nbytes // (self._log.step - self._log.oldest)
-        if every > 1 and steps * each >= SAID_BYTES:
+    def _limit_distance(self) -> None:
+        """Limit how far apart snapshots may be: what the calls of so many steps were given must fit into memory."""
+        steps = self._log.step - self._log.oldest
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        rooms = [(budgets()[0].available_bytes // ranks, Kept.nbytes[False])]
+        if Kept.nbytes[True]:
+            rooms.append((torch.cuda.mem_get_info()[0], Kept.nbytes[True]))
+        fit = min(int(MEMORY_SHARE * (free + kept) * steps / max(1, kept)) for free, kept in rooms)
+        self._stager.most = most = max(1, (fit - 1) // 2)
+        if most < Policy.mirror_every_max and not self._is_limited:
+            self._is_limited = True
+            each = sum(kept for _, kept in rooms) / steps / (1 << 20)
             text = (
-                f"rank {self._rank} keeps what its calls are given, {each / (1 << 20):.1f} MiB a step: up to "
-                f"{steps * each >> 20} MiB of {steps} steps if every {every} steps are mirrored (mirror_every), on "
-                "its device where batches are there"
+                f"rank {self._rank} keeps what its calls are given, {each:.1f} MiB a step: snapshots are at most "
+                f"{most} steps apart (mirror_every: auto), so that this takes no more than a quarter of the free memory"
             )
             self._link.event("Note", text=text)
 

@@ -104,6 +104,7 @@ class Stager:
         # What may become a snapshot yet; and the newest step that cannot any more. Both with the link's lock.
         self._offered: tuple[int, Callable[[], None]] | None = None
         self._gone_on = NO_STEP
+        self.most = 0  # how many steps snapshots may be apart for this rank; 0: as many as for others
         self._begun = set[int]()  # the newest steps that have become one
         link.on_snapshots = self._heard
         self._waited_at, self._slow_steps = time.monotonic(), 0
@@ -155,7 +156,7 @@ class Stager:
                 self._copy(step, before)
                 scalars = state if is_snapshot else codec.encode(state)
                 self._slots.seal(step, generation, self._layout.digest, scalars, paired)
-                self._link.send(local.Staged(self._slots.rank, step, generation, records, took_steps))
+                self._link.send(local.Staged(self._slots.rank, step, generation, records, took_steps, self.most))
 
         def begin() -> None:
             self._copies = False

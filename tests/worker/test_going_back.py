@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from support.live_rank import Rank
 from support.stand_in import fake
 
 from deadpool_plugin.comm.generations import Generations
 from deadpool_plugin.core import local
+from deadpool_plugin.worker import live
 from deadpool_plugin.worker.calls import CallLog
+from deadpool_plugin.worker.copies import COPIED_BYTES_MAX, Kept
 from deadpool_plugin.worker.link import AgentLink
 from deadpool_plugin.worker.live import Live
 
@@ -74,3 +78,29 @@ def test_who_lacks_calls_since_the_restore_step_says_so_and_redoes_nothing(first
     assert isinstance(message, local.OutOfReach)
     for part in (f"go back to step {restore_step}", f"expected step {max(first, first + steps - 2)} or later"):
         assert part in message.reason
+
+
+@pytest.mark.parametrize("free_mib, ranks, most", [(1024, 1, 3), (1024, 2, 1), (16, 1, 1), (64 << 10, 1, 255)])
+def test_snapshots_are_no_further_apart_than_memory_allows_for_what_calls_were_given(
+    monkeypatch, free_mib, ranks, most
+):
+    """Two steps keep 64 MiB: of 1,024 MiB that are free, and those, a quarter is enough for eight steps."""
+    rank = Rank()
+    rank._log.prune(2, 0)
+    monkeypatch.setattr(live, "budgets", lambda: [fake(available_bytes=free_mib << 20)])
+    monkeypatch.setattr(Kept, "nbytes", {False: 64 << 20, True: 0})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    for _ in range(2):
+        rank._limit_distance()
+    assert rank._stager.most == most
+    notes = [text for kind, text in rank.said if kind == "Note"]
+    assert len(notes) == (most < 16)
+    assert all("32.0 MiB a step" in str(text) and f"at most {most} steps" in str(text) for text in notes)
+
+
+def test_what_is_kept_is_counted_until_it_is_forgotten():
+    before = Kept.nbytes[False]
+    kept = [Kept([torch.zeros(1000), torch.zeros(COPIED_BYTES_MAX)]) for _ in range(2)]
+    assert Kept.nbytes[False] - before == 2 * (4000 + 4 * COPIED_BYTES_MAX)
+    kept.pop()
+    assert Kept.nbytes[False] - before == 4000 + 4 * COPIED_BYTES_MAX

@@ -87,15 +87,15 @@ def test_ranks_that_hear_of_it_at_different_times_take_the_same_snapshots(seed):
 
 
 def steps_apart(pace: Pace, *took: float) -> list[int]:
-    return [pace.every for one in took if pace.note(one) or True]
+    return [pace.every for one in took if pace.note(one, 16) or True]
 
 
 def test_mirroring_that_keeps_up_changes_nothing():
-    assert set(steps_apart(Pace(1, 16), *[0.3, 0.99, 0.0, 5.0] * 5)) == {1}, "once is no measure"
+    assert set(steps_apart(Pace(1), *[0.3, 0.99, 0.0, 5.0] * 5)) == {1}, "once is no measure"
 
 
 def test_snapshots_come_as_seldom_as_mirroring_needs_and_as_often_as_it_can():
-    pace = Pace(1, 16)
+    pace = Pace(1)
     assert steps_apart(pace, 0.5, 3.1, 3.1) == [1, 1, 4]
     assert steps_apart(pace, *[3.2] * 20) == [4] * 20
     assert steps_apart(pace, *[10.0] * 3) == [4, 11, 11]
@@ -103,4 +103,4 @@ def test_snapshots_come_as_seldom_as_mirroring_needs_and_as_often_as_it_can():
 
 
 def test_no_more_steps_lie_between_two_snapshots_than_may():
-    assert steps_apart(Pace(1, 16), 200.0, 200.0)[-1] == 16
+    assert steps_apart(Pace(1), 200.0, 200.0)[-1] == 16
