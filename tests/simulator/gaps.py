@@ -31,7 +31,9 @@ class Rule(NamedTuple):
         )
 
 
-OWN_RANKS = "WorkerReady WorkerRestored WorkerFinished WorkerLost WorkerFailed WorkerMoved CheckpointSaved"
+OWN_RANKS = (
+    "WorkerReady WorkerRestored WorkerFinished WorkerLost WorkerFailed WorkerMoved CheckpointSaved Wanted Passed"
+)
 PARKING = "SpareDropped SpareFull SpareShort"
 OWN_PROCESSES = f"{OWN_RANKS} StoreOffered StoreLost SpareRehearsed SpareFailed {PARKING} HoldingsDropped"
 TO_PROPOSERS = "Promise Accepted Refused Claimed"
@@ -77,6 +79,9 @@ RARE = (
          "a connection that breaks, or calls that are compared, in a moment between a fence and a plan"),
     Rule("SpareCommandEnded", ANY, ("standing by", "member"),
          "a node that is the coordinator no more when its command ends"),
+    Rule("Wanted", "STARTING RESTORING FENCED", ANY,
+         "a rank that comes to a save before all are in training, or just as the fence falls"),
+    Rule("Passed", ANY, ANY, "only ranks whose collectives do not pair go on from a step at which another one saves"),
     Rule("Rehearse", ANY, ANY, "an order that comes later than the loss that made another plan of its spare"),
     Rule("Start", ANY, ANY, "the word of a coordinator that was lost before its order was heard by all"),
     Rule("Report RankFailed", ANY, ANY, "said to a node that was the coordinator for the sender only"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from deadpool_plugin.core import ledger, swaps, voter
-from simulator import worker
+from deadpool_plugin.core.chain import Chain
+from deadpool_plugin.mirror.arena import SlotPair
 from simulator.campaign import outcomes
 from simulator.schedule import Ranges
 
@@ -13,7 +14,11 @@ SEEDS_MAX = 40
 
 
 def without_the_gate(patch) -> None:
-    patch.setattr(worker.Chain, "may_stage", lambda self, step, committed: True)
+    patch.setattr(Chain, "may_stage", lambda self, step, committed: True)
+
+
+def slots_by_the_steps_number(patch) -> None:
+    patch.setattr(SlotPair, "slot_of", lambda self, step, keep=-1: step % 2)
 
 
 def decided_by_one_acceptance(patch) -> None:
@@ -32,6 +37,7 @@ def committed_unpaired(patch) -> None:
     ("bug", "invariant"),
     [
         (without_the_gate, "RESTORABLE"),
+        (slots_by_the_steps_number, "RESTORABLE"),
         (decided_by_one_acceptance, "ONE_WORLD_PER_GENERATION"),
         (promised_before_the_fence, "NO_STALE_WRITE"),
         (committed_unpaired, "BIT_EXACT"),

@@ -61,3 +61,17 @@ def test_a_loss_while_a_save_waits(start, lost):
     assert job.plans[1].restore_step in (0, 3)
     job.end()
     assert {6, 9, 12, 15, 18} <= {*committed(job)}
+
+
+def test_training_does_not_wait_for_a_network_that_carries_a_tenth_of_what_a_step_needs(start):
+    """Time is simulated: nothing but the gate makes a step longer."""
+
+    def step_s(**fields):
+        job, made = start(seed=3, steps=150, slots=1, compute_s=0.4, latency_s=0.002, **fields), dict[int, float]()
+        seen = job.checkers.updated
+        job.checkers.updated = lambda process: (made.setdefault(process.step, job.timeline.now), seen(process))
+        job.end()
+        return (made[150] - made[60]) / 90
+
+    alone, waits, auto = step_s(transfer=0.0), step_s(transfer=10.0), step_s(transfer=10.0, mirror_every=0)
+    assert auto < 1.02 * alone and waits > 4 * alone
