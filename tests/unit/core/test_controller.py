@@ -11,6 +11,7 @@ from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.messages import (
     Accepted,
     AnyMessage,
+    Compare,
     Decided,
     Goodbye,
     NodeFailed,
@@ -552,3 +553,30 @@ def test_it_leads_from_when_nobody_before_it_is_there():
     controller = formed(1)
     hear(controller, 0, decided(SwapPlan(World(1, (3, 1, 2)), 4, (0,), (), "store")))
     assert controller.leads, "of a new world without it"
+
+
+def looks(controller: Controller, since: int, until: int, ask: bool = False) -> list[tuple[int, tuple[int, ...]]]:
+    """Have the coordinator heard each second (and ask). Returns: when this node looked, and for whom."""
+    found = []
+    for now in range(since, until):
+        ctx = controller._ctx
+        actions = hear(controller, 0, Status(0, ctx.committed, ctx.training, certain=float(now)), now)
+        actions += hear(controller, 0, Compare(0, question=now), now) if ask else []
+        actions += controller.step(api.Ticked(), now)
+        found += [(now, action.nodes) for action in actions if isinstance(action, api.LookAround)]
+    return found
+
+
+def test_who_gets_no_further_looks_whom_it_can_reach_less_and_less_often():
+    assert looks(formed(2), 1, 45) == [(10, (0, 1)), (20, (0, 1)), (40, (0, 1))]
+    assert looks(formed(0), 1, 45) == [], "the larger of two looks"
+    assert looks(formed(3), 1, 45) == [], "a spare trains with nobody"
+
+
+def test_in_training_it_looks_when_it_is_asked_where_its_ranks_are():
+    controller = formed(2)
+    hear(controller, 0, Status(0, 1, training=True), 0.0)
+    assert looks(controller, 1, 60) == [], "a step may take long"
+    assert looks(controller, 60, 130, ask=True) == [(60, (0, 1)), (120, (0, 1))]
+    hear(controller, 0, Status(0, 2, training=True), 130.0)
+    assert looks(controller, 131, 142, ask=True) == [(135, (0, 1)), (140, (0, 1))], "a step begins the time anew"
