@@ -25,7 +25,8 @@ from deadpool_plugin.agent.world import Place, described, form_world, rack_named
 from deadpool_plugin.cli.jobview import JobView
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import api
-from deadpool_plugin.core.types import World
+from deadpool_plugin.core.messages import AnyMessage, NodeFailed, RankFailed, Report, Verdict
+from deadpool_plugin.core.types import Failure, World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.machine import address_of, addresses_here
@@ -362,6 +363,21 @@ def test_the_host_of_a_lost_node_is_still_named_on_the_terminal_and_not_in_the_l
     writer.close()
     assert capfdbinary.readouterr().out == b"[deadpool] node 0 (a.lan) was lost (link lost)\n"
     assert "node 0 was lost" in (tmp_path / "events.1.jsonl").read_text()
+
+
+def test_nobody_is_dialled_for_what_ends_something(monkeypatch):
+    links, dialled = Links(local_node(node=1)), list[AnyMessage]()
+
+    def send(node, message, makes_link):
+        if makes_link:
+            dialled.append(message)
+
+    monkeypatch.setattr(links.mesh, "send", send)
+    evidence = NodeFailed(0, 3, "silent")
+    verdict, failed = Verdict(0, 1, "over"), RankFailed(0, Failure(0, 1, "over"))
+    for message in (verdict, failed, NodeFailed(0, 2, "you are out"), NodeFailed(0, 1, "I leave"), evidence, Report(0)):
+        links.send(2, message)
+    assert dialled == [evidence, Report(0)]
 
 
 def test_a_silent_start_names_the_ranks_it_waits_for_at_doubling_intervals(tmp_path, monkeypatch):
