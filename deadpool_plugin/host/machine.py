@@ -38,7 +38,7 @@ from ..transport.unix import LocalPeer, LocalServer
 from . import files, proc
 from .files import SharedFolder
 from .output import Pipe, Writer
-from .proc import Processes, reset_affinity
+from .proc import Processes, come_first, reset_affinity
 from .stacks import Stacks
 
 T = TypeVar("T")
@@ -149,6 +149,7 @@ class Machine:
         job_tag: str,
     ) -> None:
         reset_affinity()
+        come_first()
         allow_many_files()
         self._node, self._config, self._listener, self._job_tag = node, config, listener, job_tag
         self.name, self.where = os.uname().nodename, where

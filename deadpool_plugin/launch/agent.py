@@ -23,6 +23,7 @@ from ..errors import DeadpoolError
 from ..host.machine import Machine, reachable
 from ..host.output import say
 from ..transport.handshake import Credentials
+from ..transport.linux import lock_memory
 from . import checks, job_files
 
 
@@ -63,4 +64,7 @@ async def run_agent(listener: socket.socket) -> int:
 
 
 if __name__ == "__main__":
+    # A forked agent has its parent's pages, and would copy them all.
+    lock_memory()
+    gc.freeze()  # what was imported stays: collections need not look at it
     serve(int(sys.argv[1]))

@@ -3,7 +3,8 @@
 conda-forge and uv build theirs against a C library (2.17) that is older than memfd and pidfd: `os` lacks them then,
 whatever the host has.
 Rules of this file: standard library only, as the smallest of our processes load it. A thread or process that has ended
-is an answer, not an error. Numbers are the kernel's, from prctl(2), memfd_create(2), fcntl(2), asm-generic/unistd.h.
+is an answer, not an error. Numbers are the kernel's, from prctl(2), mlock(2), memfd_create(2), fcntl(2) and
+asm-generic/unistd.h.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import select
 import signal
 import time
 
+MCL_CURRENT = 1
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
@@ -70,6 +72,11 @@ def pidfd_send_signal(pidfd: int, number: int) -> None:
 def trim_memory() -> None:
     """Give memory that is free within this process back to the system."""
     libc.malloc_trim(0)
+
+
+def lock_memory() -> None:
+    """Keep what this process has in memory now from being swapped or dropped, where that is permitted."""
+    libc.mlockall(MCL_CURRENT)  # not what it will have: a mapping beyond RLIMIT_MEMLOCK would fail
 
 
 def forget_pages(address: int, nbytes: int) -> None:

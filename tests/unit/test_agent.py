@@ -488,6 +488,31 @@ def test_what_the_launcher_bound_the_first_rank_to_does_not_bind_the_agent():
     assert int(ran.stdout) == len(os.sched_getaffinity(0))
 
 
+FIRST = """
+import os, subprocess, sys, threading
+from deadpool_plugin.host.proc import come_first
+from deadpool_plugin.transport.linux import lock_memory
+come_first()
+lock_memory()
+found = [os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK]
+thread = threading.Thread(target=lambda: found.append(os.sched_getscheduler(0)))
+thread.start()
+thread.join()
+child = subprocess.run([sys.executable, "-c", "import os; print(os.sched_getscheduler(0))"], capture_output=True)
+locked = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmLck"))
+print(*found, child.stdout.decode().strip(), locked)
+"""
+
+
+def test_only_the_thread_of_the_heartbeats_comes_before_the_trainers():
+    ran = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
+    own, thread, child, locked = map(int, ran.stdout.split())
+    assert (own in (os.SCHED_RR, os.SCHED_OTHER), thread, child) == (True, os.SCHED_OTHER, os.SCHED_OTHER)
+    if os.geteuid() == 0 and own == os.SCHED_OTHER:
+        pytest.skip("real-time priority is not permitted here")
+    assert locked == 0 or locked > 1000, "all of what it has, or nothing"
+
+
 # ---- processes
 
 

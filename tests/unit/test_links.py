@@ -102,7 +102,7 @@ def test_another_network_of_the_frameworks_is_pointed_at():
 
 def test_a_host_is_found_by_its_name_while_a_file_system_hangs(monkeypatch):
     """The lost host may have been the one that served the files."""
-    for changes_this_process in ("reset_affinity", "allow_many_files"):
+    for changes_this_process in ("reset_affinity", "come_first", "allow_many_files"):
         monkeypatch.setattr(machine, changes_this_process, lambda: None)
     let_go = threading.Event()
 
