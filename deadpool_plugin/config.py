@@ -45,10 +45,11 @@ class Config(BaseModel):
     ["0"]. Hazard: 0 means that any loss of a node ends the job."""
 
     patience_s: float = Field(default=10.0, ge=0.2, le=3600.0)
-    """Seconds. A host that is silent for this long is lost. All other time-outs but the next two follow from it. Killed
-    processes and reset connections are noticed in milliseconds whatever this says. After some 0.7 of it without contact
-    a host's processes stand still until it has contact again, or is replaced. Hazard: below about 2 a loaded host can
-    be mistaken for a dead one, which costs a swap and a spare."""
+    """Seconds. A host that gives no sign of life for this long is lost. One whose kernel answers while its agent says
+    nothing is slow: it has five times as long, at most 10 s where this is not more itself. All other time-outs but the
+    next two follow from that. Killed processes and reset connections are noticed in milliseconds whatever this says.
+    After some 0.65 of it without contact a host's processes stand still until it has contact again, or is replaced.
+    Hazard: a network or a virtual machine that stands still for longer costs a swap and a spare."""
 
     start_timeout_s: float = Field(default=1800.0, ge=1.0, allow_inf_nan=True)
     """Seconds. If no further rank reaches training for this long, after the start of the job or after a swap, the job
@@ -137,8 +138,8 @@ class Config(BaseModel):
 
     restarts_max: int = Field(default=3, ge=0)
     """How often within restarts_window_s a crashed process is replaced on its own host; with one more crash the whole
-    host counts as lost, and a spare takes over. Crashes within patience_s of one that counts do not count. 0: a crash
-    always costs the host."""
+    host counts as lost, and a spare takes over. Crashes within 10 s (five patience_s, if that is less) of one that
+    counts do not count. 0: a crash always costs the host."""
 
     restarts_window_s: float = Field(default=3600.0, gt=0.0)
     """Seconds. A crash longer ago than this does not count any more. Hazard: a process that crashes again and again,
@@ -164,8 +165,8 @@ class Config(BaseModel):
     on_launcher_loss: Literal["continue", "stop"] = "continue"
     """When the command that launched the job, or its host, is gone. continue: the job goes on; what it prints is still
     in output_dir. stop: every host that finds it gone leaves the job, which ends it; one host that alone has lost its
-    connection is replaced. `deadpool launch` is missed within patience_s. Hazard: plain `deepspeed` only once its ssh
-    connections are seen to be closed; those of a host that vanishes are not."""
+    connection is replaced. `deadpool launch` is missed as a slow host is (patience_s). Hazard: plain `deepspeed` only
+    once its ssh connections are seen to be closed; those of a host that vanishes are not."""
 
     witness: Path | None = None
     """Folder on storage that all hosts share and that can link files (NFS can): of a job that falls into two halves the
@@ -183,12 +184,17 @@ class Config(BaseModel):
         return self.patience_s / 20
 
     @property
+    def slow_after_s(self) -> float:
+        """The time-out of an agent whose host still answers, and of all that only seems to stand still."""
+        return max(self.patience_s, min(5 * self.patience_s, 10.0))
+
+    @property
     def phase_timeout_s(self) -> float:
-        return 2 * self.patience_s
+        return 2 * self.slow_after_s
 
     @property
     def decision_timeout_s(self) -> float:
-        return 30 * self.patience_s
+        return 30 * self.slow_after_s
 
     @property
     def saving_timeout_s(self) -> float:

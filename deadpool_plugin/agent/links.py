@@ -71,7 +71,8 @@ class Links:
         self._verdict: Verdict | None = None  # how the job has ended, if a member that has left said so
         self.mesh = ControlMesh(
             node.id, node.credentials, node.host.where[0], node.config.port_range, self.received, self._link_lost,
-            node.config.patience_s, self._refused, self.answer,
+            node.config.slow_after_s, self._refused, self.answer,
+            lambda answering, ago_s: node.feed(api.HostAnswered(answering, ago_s)),
         )  # fmt: skip
 
     def _mirrored(self, holding: Holding, generation: Generation) -> None:

@@ -3,7 +3,7 @@
 Rules of this file: the event loop never blocks (arenas are made in threads). What an older generation still says is
 dropped. Every buddy is served on its own; a push that fails is tried again while it is the newest of its rank. What
 arrives is listed as held only once it is whole and its generation is still the newest. A node that answers nothing for
-the job's patience is evidence for the controllers, unless it answers that it is in another generation: then it lives,
+`slow_after_s` is evidence for the controllers, unless it answers that it is in another generation: then it lives,
 and a swap is under way.
 """
 
@@ -202,7 +202,7 @@ class Mirroring:
                 if self._newest[rank] == push.step:
                     node.feed(api.WorkerLost(rank, f"its newest snapshot cannot be read here: {failure}"))
                 return
-            elif now - self._failing_since.setdefault(buddy, now) > node.config.patience_s:
+            elif now - self._failing_since.setdefault(buddy, now) > node.config.slow_after_s:
                 del self._failing_since[buddy]
                 if isinstance(failure, TransferFailed):  # this node itself cannot send
                     node.feed(api.NodeGivenUp(f"it cannot mirror any more: {failure}"))
@@ -219,7 +219,7 @@ class Mirroring:
             except RefusedByPeer:
                 raise
             except TransportError as error:
-                deadline = loop_time() + self._node.config.patience_s if deadline is None else deadline
+                deadline = loop_time() + self._node.config.slow_after_s if deadline is None else deadline
                 if loop_time() >= deadline:
                     reason = f"node {self._node.id} cannot ask it: {error}"
                     for node in sorted({*nodes} - {self._node.id}):

@@ -313,6 +313,8 @@ class Agent:
         match action:
             case api.Send():
                 self._links.send(action.to, action.message)
+            case api.AskHost():
+                self._links.mesh.ask(action.node, self._config.patience_s)
             case api.StartWorkers():
                 self._workers.start_groups(action.world.generation, action.store)
             case api.StartRehearsal():

@@ -178,7 +178,7 @@ class Rehearsals:
                 await self.begin(slot, rank, source, stands_in)
                 return
             except DeadpoolError as error:  # who has come to run the rank just now may not hold its recording yet
-                if not isinstance(error, RefusedByPeer) or loop_time() - began >= self._node.config.patience_s:
+                if not isinstance(error, RefusedByPeer) or loop_time() - began >= self._node.config.slow_after_s:
                     self._beginning.pop((slot, rank), None)
                     return self._fail(slot, rank, str(error))
             await asyncio.sleep(_RETRY_S)

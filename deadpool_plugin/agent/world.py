@@ -238,6 +238,7 @@ def timing_of(config: Config) -> Timing:
     return Timing(
         heartbeat_interval_s=config.heartbeat_interval_s,
         silent_after_s=config.patience_s,
+        slow_after_s=config.slow_after_s,
         phase_timeout_s=config.phase_timeout_s,
         decision_timeout_s=config.decision_timeout_s,
         start_timeout_s=config.start_timeout_s,

@@ -41,6 +41,11 @@ class LinkLost(Input, frozen=True):
     still: bool = False  # that was said before; the node was asked for a connection since, and did not answer
 
 
+class HostAnswered(Input, frozen=True):
+    node: NodeId  # whose kernel has answered, in which its agent need have no part: an AskHost has found it
+    ago_s: float = 0.0  # so long ago at most
+
+
 class StoreOffered(Input, frozen=True):
     address: str  # of a fresh one for the next group build
     local_slot: int = 0  # whose process hosts it, in place of the one before
@@ -153,6 +158,12 @@ class Action(msgspec.Struct, frozen=True):
 class Send(Action, frozen=True):
     to: NodeId
     message: AnyMessage
+
+
+class AskHost(Action, frozen=True):
+    """Find out whether the kernel of a late node still answers: feed HostAnswered if it does. Nobody else is told."""
+
+    node: NodeId
 
 
 class StartWorkers(Action, frozen=True):

@@ -12,14 +12,17 @@ Source: Gray and Cheriton, Leases (SOSP 1989); a leader's lease as in Raft (Onga
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 
-from .api import PauseWorkers, ResumeWorkers
+from .api import AskHost, HostAnswered, PauseWorkers, ResumeWorkers
 from .context import Context
 from .events import ContactLost, ContactRegained, Note
-from .messages import NodeFailed
+from .messages import NodeFailed, Probe
 from .processes import AGAIN_WITHIN_STEPS
 from .types import NEVER, Generation, NodeId, Step, World
+
+WITNESSES = 2  # members that are asked whether the host of a quiet node answers them
 
 
 def value_of_quorum(world: World, values: Mapping[NodeId, float], least: float, witness: bool) -> float:
@@ -82,7 +85,7 @@ class SelfFencing:
             return ""
         reason = self._no_contact(gap_s)
         if ctx.paused:
-            in_vain = ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s
+            in_vain = ctx.now - self._paused_at >= 2 * ctx.timing.slow_after_s
             return reason if in_vain and not ctx.swapping else ""
         if ctx.world.ranks_of(ctx.node) and ctx.cut_off:
             ctx.paused, self._paused_at, self._is_said = True, ctx.now, ctx.contact_at > ctx.formed_at
@@ -105,6 +108,63 @@ class SelfFencing:
         if self._ctx.paused:
             self._ctx.paused = False
             self._ctx.act(ResumeWorkers())
+
+
+class HostProbes:
+    """The search for signs of life of nodes that have grown quiet: a loaded host's kernel answers for a late agent.
+
+    Nothing is asked or sent while everybody is heard. A sign of life makes this node wait longer, never shorter, so no
+    lease depends on it.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._ctx = context
+        self._asked_at: dict[NodeId, float] = {}
+        self._sent_at: dict[NodeId, float] = {}
+        self._asked_by: dict[NodeId, NodeId] = {}  # members that do not hear a node, and wait for our answer
+
+    def tick(self, watched: Collection[NodeId]) -> None:
+        """Ask for those of `watched` that have said nothing for half of the patience; a coordinator has others ask."""
+        ctx = self._ctx
+        for node in watched:
+            if node == ctx.node or not ctx.watch.is_quiet(node, ctx.awake):
+                continue
+            if ctx.awake - ctx.watch.answered.get(node, NEVER) < ctx.timing.silent_after_s / 4:
+                continue
+            self._ask(node)
+            if ctx.leads and ctx.now - self._sent_at.get(node, NEVER) >= ctx.timing.silent_after_s / 8:
+                self._sent_at[node] = ctx.now
+                for witness in self._witnesses(node):
+                    ctx.send(witness, Probe(ctx.world.generation, node))
+
+    def _ask(self, node: NodeId) -> None:
+        ctx = self._ctx
+        if ctx.now - self._asked_at.get(node, NEVER) >= ctx.timing.heartbeat_interval_s:
+            self._asked_at[node] = ctx.now
+            ctx.act(AskHost(node))
+
+    def _witnesses(self, node: NodeId) -> Sequence[NodeId]:
+        """Choose members that are heard, behind `node` among all: each node has others."""
+        ctx, members = self._ctx, self._ctx.world.members
+        place = members.index(node) + 1
+        behind = (*members[place:], *members[:place])
+        heard = (other for other in behind if other not in ctx.suspects and not ctx.watch.is_quiet(other, ctx.awake))
+        return tuple(islice((other for other in heard if other not in (node, ctx.node)), WITNESSES))
+
+    def hear(self, sender: NodeId, message: Probe) -> None:
+        if message.answered:
+            self._ctx.watch.host_answers(message.node, self._ctx.awake)
+        elif message.node != self._ctx.node:
+            self._asked_by[message.node] = sender
+            self._ask(message.node)
+
+    def answered(self, event: HostAnswered) -> None:
+        """Take in a sign of life, and pass it on to the coordinator that has asked for it."""
+        ctx = self._ctx
+        ctx.watch.host_answers(event.node, ctx.awake - event.ago_s)
+        asker = self._asked_by.pop(event.node, None)
+        if asker is not None and event.ago_s < ctx.timing.silent_after_s / 4:
+            ctx.send(asker, Probe(ctx.world.generation, event.node, answered=True))
 
 
 class PartialPartition:
@@ -131,11 +191,11 @@ class PartialPartition:
         if told not in self._told:
             self._told.add(told)
             text = f"nodes {sender} and {node} cannot reach each other; one of them is asked to leave if no step is"
-            ctx.emit(Note(f"{text} committed for {ctx.timing.silent_after_s:g} s and the time of a step"))
+            ctx.emit(Note(f"{text} committed for {ctx.timing.slow_after_s:g} s and the time of a step"))
         committed, since = self._complaints.get(pair, (None, ctx.now))
         if committed != ctx.newest_committed:
             self._complaints[pair] = (ctx.newest_committed, ctx.now)
-        elif ctx.now - since >= ctx.timing.silent_after_s + ctx.step_s:
+        elif ctx.now - since >= ctx.timing.slow_after_s + ctx.step_s:
             reason = f"nodes {sender} and {node} cannot reach each other, and no step is committed any more"
             self._ask(max(node, sender, key=self._how_dispensable), reason)  # of equals the one complained of
 

@@ -41,6 +41,8 @@ class Watch:
     evidence: dict[NodeId, str] = field(default_factory=dict)  # why each lost node is lost
     silent: set[NodeId] = field(default_factory=set)  # those for nothing but silence, which alone may be taken back
     heard: dict[NodeId, float] = field(default_factory=dict)  # when this node last heard of each
+    answered: dict[NodeId, float] = field(default_factory=dict)
+    """When the kernel of a late node's host last answered (contact.py, `HostProbes`): the host lives, and is slow."""
     unheard: set[NodeId] = field(default_factory=set)
     """Nodes that have not said a word to this one since the hosts met. They may still wait for a link to a host that
     has died, so their silence counts only after `Timing.linking_s`; a link that ends counts as ever. Nobody is in it
@@ -50,21 +52,39 @@ class Watch:
         self.heard[node] = now
         self.unheard.discard(node)
 
+    def host_answers(self, node: NodeId, now: float) -> None:
+        self.answered[node] = max(now, self.answered.get(node, NEVER))
+
     def hears(self, node: NodeId, now: float) -> bool:
-        limit_s = self.timing.silent_after_s
-        return now - self.heard.get(node, now - limit_s) < limit_s
+        """Return whether a silence of `node` does not count yet."""
+        silence_s, timing = now - self.heard.get(node, NEVER), self.timing
+        return silence_s < (timing.slow_after_s if self._lives(node, now) else timing.silent_after_s)
+
+    def _lives(self, node: NodeId, now: float) -> bool:
+        return now - self.answered.get(node, NEVER) < self.timing.silent_after_s
+
+    def is_quiet(self, node: NodeId, now: float) -> bool:
+        """Return whether half of the time is over after which `node` is lost, should its host not answer."""
+        return now - self.heard.get(node, now) >= self.timing.silent_after_s / 2
 
     def is_late(self, node: NodeId, now: float) -> bool:
-        """Return whether half of the time is over after which `node` is lost for its silence."""
-        return now - self.heard.get(node, now) >= self.timing.silent_after_s / 2
+        """Return whether nothing of `node` was heard for half of that time, nor of its host."""
+        half_s = self.timing.silent_after_s / 2
+        return self.is_quiet(node, now) and now - self.answered.get(node, NEVER) >= half_s
 
     def silences(self, nodes: Collection[NodeId], now: float) -> Iterator[tuple[NodeId, str]]:
         """Find those of `nodes` that are to be counted as lost for their silence, each with the reason."""
+        timing = self.timing
         for node in nodes:
             silence_s = now - self.heard.get(node, now)
-            limit_s = self.timing.linking_s if node in self.unheard else self.timing.silent_after_s
-            if silence_s >= limit_s and node not in self.evidence:
-                yield node, f"silent for {silence_s:.1f} s (limit {limit_s:g} s)"
+            if silence_s < timing.silent_after_s or node in self.evidence:
+                continue
+            if node in self.unheard or self._lives(node, now):
+                limit_s = timing.linking_s if node in self.unheard else timing.slow_after_s
+                if silence_s >= limit_s:
+                    yield node, f"its agent was silent for {silence_s:.1f} s (limit {limit_s:g} s)"
+            else:
+                yield node, f"silent for {silence_s:.1f} s (limit {timing.silent_after_s:g} s)"
 
 
 class Context:

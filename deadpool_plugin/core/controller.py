@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from . import api, events, messages
-from .contact import PartialPartition, SelfFencing
+from .contact import HostProbes, PartialPartition, SelfFencing
 from .context import Context
 from .coordination import Coordination
 from .messages import AnyMessage, generation_of
@@ -76,6 +76,7 @@ class Controller:
         self._processes = Processes(self._ctx)
         self._stalls = Stalls(self._ctx)
         self._partition = PartialPartition(self._ctx)
+        self._probes = HostProbes(self._ctx)
         self._self_fencing = SelfFencing(self._ctx)
         self._joining: JoinAttempt | None = None
         self._supply = SpareSupply(self._ctx)
@@ -137,6 +138,8 @@ class Controller:
                 self._ticked()
             case api.LinkLost():
                 self._link_lost(event)
+            case api.HostAnswered():
+                self._probes.answered(event)
             case api.WorldFormed() | api.Joining() if self.phase is not Phase.OUTSIDE:
                 raise IllegalMove(f"{type(event).__name__} in phase {self.phase.name}: a node meets the others once")
             case api.WorldFormed(world):
@@ -238,6 +241,7 @@ class Controller:
         for node, reason in ctx.watch.silences(watched, ctx.awake):
             if node != ctx.node:
                 ctx.suspect(node, reason, silent=True)
+        self._probes.tick(watched)
         self._swaps.tick()
         if not (ctx.training or ctx.swapping):
             self._look_around()
@@ -317,6 +321,8 @@ class Controller:
                 self._status(sender, message)
             case messages.NodeFailed():
                 self._node_failed(sender, message)
+            case messages.Probe():
+                self._probes.hear(sender, message)
             case messages.RankFailed():
                 self._processes.hear_gone(sender, message)
             case messages.Start(world, store):

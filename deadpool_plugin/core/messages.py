@@ -98,6 +98,13 @@ class NodeFailed(OfGeneration, frozen=True):
     silent: bool = False  # for nothing but its silence
 
 
+class Probe(OfGeneration, frozen=True):
+    """Coordinator -> two members: does the host of `node`, which it does not hear, answer? And back, if it does."""
+
+    node: NodeId
+    answered: bool = False  # the sender's answer: its kernel does
+
+
 class RankFailed(OfGeneration, frozen=True):
     failure: Failure  # of a process of the sender, which is well and replaces it
 
@@ -200,8 +207,8 @@ class Goodbye(OfGeneration, frozen=True):
 
 
 AnyMessage = (
-    Report | Status | Start | Rehearse | NodeFailed | RankFailed | Compare | Calls | Replace | JoinRequest | Prepare
-    | Promise | Propose | Accepted | Refused | Decided | Verdict | Goodbye
+    Report | Status | Start | Rehearse | NodeFailed | Probe | RankFailed | Compare | Calls | Replace | JoinRequest
+    | Prepare | Promise | Propose | Accepted | Refused | Decided | Verdict | Goodbye
 )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ class Pairing:
     @property
     def answered(self) -> bool:
         asked, waited_s = self._asked_at != NEVER, self._ctx.awake - self._asked_at
-        return asked and (self._all_answered or waited_s >= self._ctx.timing.silent_after_s)
+        return asked and (self._all_answered or waited_s >= self._ctx.timing.slow_after_s)
 
     @property
     def settled(self) -> bool:

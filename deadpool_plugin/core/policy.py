@@ -37,7 +37,8 @@ class Timing:
     """The time limits of one job."""
 
     heartbeat_interval_s: float = 0.5  # every member speaks to the coordinator, and it to them, at least this often
-    silent_after_s: float = 10.0  # a member not heard of for this long is lost
+    silent_after_s: float = 10.0  # a member whose host has given no sign of life for this long is lost
+    slow_after_s: float = 10.0  # one that has said nothing for this long is lost, although its host's kernel answers
     phase_timeout_s: float = 20.0  # a phase of a swap is repeated without who has not answered by then: it is lost
     decision_timeout_s: float = 300.0  # who waits longer for the next generation, or to be taken in, leaves
     start_timeout_s: float = 1800.0
@@ -55,8 +56,8 @@ class Timing:
 
     @property
     def linking_s(self) -> float:
-        """Seconds that hosts have to link up: a dead one holds them up for little more than `silent_after_s`."""
-        return 3 * self.silent_after_s
+        """Seconds that hosts have to link up: a dead one holds them up for little more than `slow_after_s`."""
+        return 3 * self.slow_after_s
 
     @property
     def own_pause_s(self) -> float:

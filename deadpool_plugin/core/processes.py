@@ -53,7 +53,7 @@ class Processes:
         self._lost_stores: set[str] = set()
         self.gone: dict[Rank, Failure] = {}
         self._gone_elsewhere: set[Rank] = set()
-        policy, storm_s = context.policy, context.timing.silent_after_s
+        policy, storm_s = context.policy, context.timing.slow_after_s
         self._restarts = Budget(policy.restarts_max, policy.restarts_window_s, storm_s)
         self._suspicions: dict[Rank, Suspicion] = {}  # of all ranks, as decided, and newer ones of this node's
 

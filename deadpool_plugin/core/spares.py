@@ -104,7 +104,7 @@ class SpareSupply:
         if not ctx.policy.spare_command:
             return
         if not ctx.leads:  # the first time that this node does, the one before it may just have run it
-            self._expected, self._retry_at = 0, ctx.now + ctx.timing.silent_after_s
+            self._expected, self._retry_at = 0, ctx.now + ctx.timing.slow_after_s
             return
         if ctx.cut_off or (not ctx.waiting and (ctx.swapping or ctx.suspects)):
             return  # who is lost is not decided, or not by this node
@@ -147,7 +147,7 @@ class SpareSupply:
             self._begin_anew()
 
     def _put_off(self, reason: str) -> None:
-        pause_s = min(self._ctx.timing.silent_after_s * 2.0 ** max(0, self._attempt - 1), RETRY_MAX_S)
+        pause_s = min(self._ctx.timing.slow_after_s * 2.0 ** max(0, self._attempt - 1), RETRY_MAX_S)
         self._retry_at = self._ctx.now + pause_s
         self._ctx.emit(SpareCommandFailed(reason, pause_s))
 
@@ -211,7 +211,7 @@ class Rehearsing:
     @property
     def _pause_s(self) -> float:
         """None after the first failure, then twice as much after each."""
-        return self._ctx.timing.silent_after_s * 2.0 ** (self._failed - 2) if self._failed > 1 else 0.0
+        return self._ctx.timing.slow_after_s * 2.0 ** (self._failed - 2) if self._failed > 1 else 0.0
 
     def tick(self) -> None:
         """Begin what was put off, believe a spare that has not failed again, and go on with the next hosts."""

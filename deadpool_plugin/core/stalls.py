@@ -255,7 +255,7 @@ class Stalls:
         timing = self._ctx.timing
         if timing.stall_timeout_s is not None:
             return timing.stall_timeout_s
-        least_s = 0.0 if found.ranks else UNKNOWN_PATIENCES * timing.silent_after_s
+        least_s = 0.0 if found.ranks else UNKNOWN_PATIENCES * timing.slow_after_s
         return max([self._ordinary_s, least_s, *map(self._limit_at, self._places(found.ranks))])
 
     def _limit_at(self, place: Place) -> float:
@@ -328,7 +328,7 @@ class Stalls:
         ctx, waited_s = self._ctx, self.waited_s
         self._asked_at = NEVER
         if ctx.plan is not None and self._pairing.compare(self._answers, self._finished):
-            self._look_s = waited_s + ctx.timing.silent_after_s
+            self._look_s = waited_s + ctx.timing.slow_after_s
             return ""  # they do not pair: whoever is new among them goes
         if self._finished:  # a rank that has finished may leave the others work to do without it
             self._look_s = 2 * waited_s

@@ -23,7 +23,7 @@ from .types import NEVER, NO_STEP, Ballot, NodeId, Rank, SwapPlan, Unrecoverable
 from .voter import Voter
 
 ROUNDS_MAX = 64
-CALMS = 8  # in a storm a plan waits until this fraction of `silent_after_s` has brought no further loss
+CALMS = 8  # in a storm a plan waits until this fraction of `slow_after_s` has brought no further loss
 RIVAL_INTERVALS = 4  # heartbeat intervals a refused proposer waits for its rival's decision
 
 
@@ -138,8 +138,10 @@ class Swaps:
             self._asked_at = ctx.now
             for node in others:
                 ctx.send(node, Report(ctx.world.generation))
-        if others and ctx.now - self._asked_at < ctx.timing.silent_after_s:
-            if not all(ctx.is_silent(node) for node in suspects):
+        only_silent = all(ctx.is_silent(node) for node in suspects)  # a network may come back; nobody decides meanwhile
+        limit_s = ctx.timing.phase_timeout_s if only_silent else ctx.timing.slow_after_s
+        if others and ctx.now - self._asked_at < limit_s:
+            if not only_silent:
                 self.voter.fence_generation()  # the others need not have waited for a lease
             return
         what = f"{described(suspects)}; {len(living)} of {len(members)} members are left and cannot decide alone"
@@ -194,7 +196,7 @@ class Swaps:
         Each plan of a storm costs all ranks an interruption, so what is lost meanwhile is planned together. To wait
         for longer than the last plan took to carry out would cost more than that saves. A host that joins is no loss.
         """
-        ctx, plan, storm_s = self._ctx, self._ctx.plan, self._ctx.timing.silent_after_s
+        ctx, plan, storm_s = self._ctx, self._ctx.plan, self._ctx.timing.slow_after_s
         only_joins = not (ctx.suspects or self._processes.any_gone or self._is_stuck or ctx.swapping)
         after_loss = plan is not None and (plan.lost_nodes or plan.lost_ranks) and ctx.now - ctx.entered_at < storm_s
         return ctx.now + min(storm_s / CALMS, ctx.interrupted_s) if after_loss and not only_joins else NEVER
@@ -359,7 +361,7 @@ class Swaps:
         if proposal.waits_with is not None:
             # While half of the members wait for a host the others may go on without them; the witness would know.
             if self._needs_witness(proposal) and proposal.claim is None and ctx.now >= self._look_at:
-                self._look_at = ctx.now + ctx.timing.silent_after_s
+                self._look_at = ctx.now + ctx.timing.slow_after_s
                 ctx.act(Look(proposal.ballot.generation))
             return
         if ctx.awake < proposal.deadline:

@@ -154,7 +154,7 @@ class Machine:
         self._node, self._config, self._listener, self._job_tag = node, config, listener, job_tag
         self.name, self.where = os.uname().nodename, where
         self.output = Writer()
-        self.processes = Processes(job_tag, config.patience_s)
+        self.processes = Processes(job_tag, config.slow_after_s)
         self.processes.start()
         self.store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes, config.history_kept)
         self.bulk = BulkTransfers(node, credentials, self.store, where[0], config)

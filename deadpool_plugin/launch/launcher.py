@@ -41,7 +41,7 @@ DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 LAST_WORD_S = 10.0  # how much longer than a steward waits for the job's processes we wait for the steward
 POLL_S = 0.5
 STANDING_STILL = 6
-"""A host that says nothing for so many times `patience_s` stands still, although its sshd answers. What a script
+"""A host that says nothing for so many times `slow_after_s` stands still, although its sshd answers. What a script
 does after the training is ended there, so that a short pause of the host must not count."""
 CONNECT_S = 15
 READY_S = 120.0  # for imports from a file system that all hosts read at once, too
@@ -111,7 +111,7 @@ class Launcher:
     async def _keep(self) -> None:
         while True:
             self._give(self._order)
-            await asyncio.sleep(self._config.patience_s / 5)
+            await asyncio.sleep(self._config.slow_after_s / 5)
 
     def _give(self, order: Order) -> None:
         self._order = order
@@ -191,7 +191,7 @@ class Launcher:
             say(f"{self._unformed.what}: ending it on the other hosts")
             proc.sweep(self._tag)
             self._end(0.0)
-        since = time.monotonic() - STANDING_STILL * self._config.patience_s
+        since = time.monotonic() - STANDING_STILL * self._config.slow_after_s
         running = {one.node for one in self._stewards if one.ran_at > since}
         if self._settled is None and fate.settled(running, len(hosts)):
             self._settled = fate.outcome(hosts, 0)
@@ -235,8 +235,8 @@ class Launcher:
 
 
 def keep_alive(config: Config) -> list[str]:
-    """Return ssh's options for noticing within about `patience_s` that the other side is gone."""
-    return ["-o", f"ServerAliveInterval={max(1, round(config.patience_s / 3))}", "-o", "ServerAliveCountMax=3"]
+    """Return ssh's options for noticing within about `slow_after_s` that the other side is gone."""
+    return ["-o", f"ServerAliveInterval={max(1, round(config.slow_after_s / 3))}", "-o", "ServerAliveCountMax=3"]
 
 
 def shell_command(request: Request, environ: Mapping[str, str], directory: str) -> str:

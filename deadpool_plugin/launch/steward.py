@@ -66,7 +66,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """Launcher -> steward, several times within `patience_s`: what holds until the next one. `leave`: once the job is
+    """Launcher -> steward, several times within `slow_after_s`: what holds until the next one. `leave`: once the job is
     not here, even if it never was. `grace_s`: end it, and kill what is left after so long; None: let it run."""
 
     leave: bool = False
@@ -74,7 +74,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
 
 
 class Running(msgspec.Struct, frozen=True, tag=True):
-    """Steward -> launcher, several times within `patience_s` while processes of the job run on this host: one that
+    """Steward -> launcher, several times within `slow_after_s` while processes of the job run on this host: one that
     stands still does not. `formed`: the job's first world has formed here."""
 
     formed: bool
@@ -197,12 +197,12 @@ class Steward:
             return
         looks = [proc.look(pid) for pid in self._known]
         if any(seen is not None and not seen.ending and not seen.stopped for seen in looks):
-            self._formed, self._report_at = formed, time.monotonic() + self._config.patience_s / 5
+            self._formed, self._report_at = formed, time.monotonic() + self._config.slow_after_s / 5
             say(Running(formed))
 
     def _launcher_is_gone(self) -> bool:
         # One that is only silent, before anything was started, may be slow.
-        is_silent = time.monotonic() - self._ear.heard_at > self._config.patience_s
+        is_silent = time.monotonic() - self._ear.heard_at > self._config.slow_after_s
         return self._ear.closed or (self._seen and is_silent)
 
     def _events(self) -> list[FateEvent]:

@@ -248,7 +248,7 @@ class BulkTransfers:
         self, node: NodeId, credentials: Credentials, store: SnapshotStore, bind_host: str, config: Config
     ) -> None:
         self._node, self._credentials, self._store = node, credentials, store
-        self._bind, self._silent_after_s = (bind_host, config.port_range), config.patience_s
+        self._bind, self._silent_after_s = (bind_host, config.port_range), config.slow_after_s
         self._pushing = ThreadPoolExecutor(_THREADS, "deadpool-push", wire.lower_priority)
         self._asking = ThreadPoolExecutor(_THREADS, "deadpool-ask")
         self._addresses: dict[NodeId, Address] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 import socket
 import struct
@@ -18,7 +19,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from ..errors import CorruptFrame, TransportError
-from .sockets import remote_name
+from .sockets import remote_name, unheard_s
 from .tasks import loop_time
 
 T = TypeVar("T")
@@ -177,6 +178,14 @@ class FrameProtocol(asyncio.Protocol):
             return False
         self._transport.write(pack_frame(body, CONTROL_FRAME_BYTES_MAX))
         return True
+
+    @property
+    def unheard_s(self) -> float:
+        """How long ago the other end's kernel last sent anything; infinite without a connection."""
+        with contextlib.suppress(OSError):
+            if self._transport is not None and (sock := self._transport.get_extra_info("socket")) is not None:
+                return unheard_s(sock)
+        return math.inf
 
     def close(self) -> None:
         """Sends what is queued and nothing more. The connection has ended when the peer has closed it, too."""

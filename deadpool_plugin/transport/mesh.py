@@ -5,7 +5,7 @@ The handshake comes before the first frame. Heartbeats and shards never share a 
 that is no member yet comes as a guest (join_protocol.py), and becomes a node by being admitted.
 
 A connection that ends is made again: the larger node dials; the smaller one, if only it has seen the end, dials too,
-which says: dial me. A node that is asked in vain for the job's patience is lost as silent; one where nobody listens
+which says: dial me. A node that is asked in vain for `silent_after_s` is lost as silent; one where nobody listens
 any more, or somebody else does, or that wants no link, is lost at once. A node lost as silent gets no link again, but
 is asked for a connection until it is dropped, and that it gives none is said.
 """
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -39,6 +40,8 @@ _UNASKED_S = 0.1  # a node that has lost a link which the other end dials waits 
 YOUNG_S = 1.0
 """If our link is younger than this, the peer is reporting the previous one; keep ours."""
 _ASKS = 2  # of a silent node, within its patience
+PROBES_MAX = 64
+"""Connections asked for at a time, only to see whether kernels answer: whoever is cut off asks for all the others'."""
 DIALS_MAX = 16
 """Links a node begins at a time: among hundreds of nodes on busy hosts, handshakes begun all at once time out."""
 LOOKS_MAX = 64
@@ -67,6 +70,7 @@ class ControlMesh:
         on_lost: called once when the link to a node has ended for good, unless the node said Goodbye, or was dropped
             by us, or the mesh is closed; of a node lost for its silence again whenever it has not answered since.
         silent_after_s: a peer whose kernel acknowledges nothing for so long is lost.
+        on_answered: called with how long ago the kernel of a node that `ask` names has answered, if it has.
     """
 
     def __init__(
@@ -80,10 +84,11 @@ class ControlMesh:
         silent_after_s: float = 10.0,
         on_refused: Callable[[PeerRefused], None] = _log.warning,
         on_guest: Callable[[Question], Answer] = lambda question: NotAdmitted("no host can join here"),
+        on_answered: Callable[[NodeId, float], None] = lambda node, ago_s: None,
     ) -> None:
         self._node, self._credentials, self._bind = node, credentials, (bind_host, port_range)
         self._on_message, self._on_lost, self._on_guest = on_message, on_lost, on_guest
-        self._on_refused, self._silent_after_s = on_refused, silent_after_s
+        self._on_refused, self._silent_after_s, self._on_answered = on_refused, silent_after_s, on_answered
         self._channels: dict[NodeId, ReliableChannel] = {}
         self._addresses: dict[NodeId, Address] = {}
         """The addresses of all nodes that may be linked; while it is empty anyone with the secret may be."""
@@ -92,6 +97,7 @@ class ControlMesh:
         self._attempts: dict[NodeId, asyncio.Task[None]] = {}
         """To make a link again, or (of those in `_gone`) to hear of a silent node."""
         self._tasks, self._dials = Tasks(), asyncio.Semaphore(DIALS_MAX)
+        self._probes = 0  # under way
         self._changed = asyncio.Event()
         self._newest: tuple[AnyMessage | None, bytes] = (None, b"")
         self._connecting = self._closing = False
@@ -309,6 +315,43 @@ class ControlMesh:
             if (await self._why_unreachable(peer, every_s))[1]:
                 self._on_lost(LinkLost(peer, reason, silent=True, still=True))
             await asyncio.sleep(max(0.0, began + every_s - loop_time()))
+
+    # ---- signs of life
+
+    def ask(self, node: NodeId, within_s: float) -> None:
+        """Tells `on_answered` if the kernel of `node` answers. Blocks: never.
+
+        It has on the link within half of `within_s`, or else by a new connection, which nobody has to accept, within
+        all of it.
+        """
+        channel = self._channels.get(node)
+        ago_s = channel.connection.unheard_s if channel is not None and channel.connection is not None else math.inf
+        if ago_s < within_s / 2:
+            self._on_answered(node, ago_s)
+        elif node in self._addresses and self._probes < PROBES_MAX and not self._closing:
+            self._probes += 1
+            self._tasks.start(self._probe(node, within_s))
+
+    async def _probe(self, node: NodeId, within_s: float) -> None:
+        began = loop_time()
+        try:
+            async with asyncio.timeout(within_s):
+                (await connected(self._addresses[node])).close()
+        except ConnectionRefusedError:
+            pass  # its end is told by the end of its link
+        except OSError:
+            return
+        finally:
+            self._probes -= 1
+        self._on_answered(node, loop_time() - began)
+        channel = self._channels.get(node)
+        if channel is None or channel.connection is None or not self._is_wanted(node) or channel.age_s < within_s:
+            return
+        if channel.connection.unheard_s >= within_s:
+            # A path that is lost to this connection alone, or TCP that has backed off: a new one does better.
+            reason = f"nothing came over it for {within_s:g} s, and its host answers"
+            channel.use(None, reason)
+            self._renew(node, channel, reason)
 
     async def _why_unreachable(self, node: NodeId, within_s: float) -> tuple[str, bool]:
         """Asks `node` for a connection. Returns: why there is none, and whether that is only its silence."""

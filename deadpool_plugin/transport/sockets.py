@@ -11,6 +11,7 @@ import contextlib
 import errno
 import resource
 import socket
+import struct
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -19,6 +20,7 @@ import msgspec
 from ..errors import ConfigError, TransportError
 
 _TCP_THIN_LINEAR_TIMEOUTS = 16  # from tcp(7), which Python does not name
+_LAST_RECEIVED = struct.Struct("52x2I")  # in tcp_info(7): ms since the newest data and the newest acknowledgement
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Address = tuple[str, Port]
 BACKLOG = 4096
@@ -102,6 +104,12 @@ def tune(sock: socket.socket, silent_after_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+
+
+def unheard_s(sock: socket.socket) -> float:
+    """Return how long ago the other end's kernel last sent data or an acknowledgement. Raises: OSError."""
+    data_ms, acknowledgement_ms = _LAST_RECEIVED.unpack_from(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64))
+    return float(min(data_ms, acknowledgement_ms)) / 1000
 
 
 def address_towards(host: str, port: int) -> str:

@@ -67,7 +67,7 @@ class Arrivals:
             for _ in range(max(1, cluster.ranks // RANKS_A_HOST)):
                 self.add_host(at_most=HOSTS_MAX + cluster.ranks)
         if not cluster.is_over:
-            cluster.timeline.after(2 * cluster.timing.silent_after_s, self.supply_hosts)
+            cluster.timeline.after(2 * cluster.timing.slow_after_s, self.supply_hosts)
 
     def _invite(self, node: Node) -> None:
         """Once a member has met the others: before, there is no job to join, and after it none any more."""

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from .node import Node
     from .worker import Process
 
+PATIENT = 0.8
+"""For this share of `slow_after_s` a host may stand still, its kernel answering, and is not to be lost."""
+BEARABLE = 0.3
+"""Of this share of lost segments nobody is to be lost."""
 PARTS = 3
 """One of so many of the others hear a host that is cut off in part."""
 
@@ -102,6 +106,8 @@ class Blows:
             "slow": self._slow,
             "give_up": lambda fault, node: self._give_up(node),
             "pause": self._pause,
+            "load": self._load,
+            "disk": self._disk,
             "partition": self._partition,
             "oneway": self._partition,
             "part": self._partition,
@@ -168,9 +174,32 @@ class Blows:
         return True
 
     def _pause(self, fault: Fault, node: Node) -> bool:
-        self.blamed.add(node.number)
+        if fault.seconds >= PATIENT * self._cluster.timing.slow_after_s:
+            self.blamed.add(node.number)
         node.pause()
         self._cluster.timeline.after(fault.seconds, node.wake)
+        return True
+
+    def _load(self, fault: Fault, node: Node) -> bool:
+        """Its kernel answers all the time, and nobody is to be lost for it."""
+        cluster = self._cluster
+        until = cluster.timeline.now + fault.seconds
+
+        def stand_still() -> None:
+            node.pause()
+            cluster.timeline.after(1.5 * cluster.timing.silent_after_s * cluster.rng.random(), go_on)
+
+        def go_on() -> None:
+            node.wake()
+            if cluster.timeline.now < until and node.up:
+                cluster.timeline.after(0.5 * cluster.timing.silent_after_s * cluster.rng.random(), stand_still)
+
+        stand_still()
+        return True
+
+    def _disk(self, fault: Fault, node: Node) -> bool:
+        """Nobody is to be lost for it."""
+        node.machine.frozen_until = self._cluster.timeline.now + fault.seconds
         return True
 
     # -- processes ---------------------------------------------------------------------------------------------
@@ -230,7 +259,7 @@ class Blows:
         process = alive[fault.pick % len(alive)]
         process.stuck = True
         self.blamed.add(node.number)
-        node.processes.stands_still(process, self._cluster.timing.silent_after_s)
+        node.processes.stands_still(process, self._cluster.timing.slow_after_s)
         return True
 
     def _hang(self, fault: Fault, node: Node) -> bool:
@@ -325,13 +354,13 @@ class Blows:
         ends = {node.number}, {others[fault.pick % len(others)]}
         self.blamed.update(*ends)
         cluster, (one,), (other,) = self._cluster, *ends
-        cluster.timeline.after(cluster.timing.silent_after_s, cluster.network.keep_alive, one, other)
+        cluster.timeline.after(cluster.timing.slow_after_s, cluster.network.keep_alive, one, other)
         ways = (ends,) if fault.kind == "deaf" else (ends, ends[::-1])  # no connection outlives either: TCP needs both
         return self._add([Cut(fault.kind, *way, until=math.inf) for way in ways])
 
     def _lossy(self, fault: Fault, node: Node) -> bool:
         until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
-        if fault.kind == "loss":
+        if fault.kind == "loss" and fault.strength > BEARABLE:
             self._blame_everybody(until)
         ends = [({node.number}, others), (others, {node.number})]
         made: list[Rule] = []

@@ -68,7 +68,7 @@ class Bulk:
 
         Raises: TransportError.
         """
-        network, patience_s, waited_s = self._cluster.network, self._cluster.config.patience_s, 0.0
+        network, patience_s, waited_s = self._cluster.network, self._cluster.config.slow_after_s, 0.0
         while True:
             if not target.runs and not network.kernels[target.number].dark:
                 raise ConnectionClosed(f"node {target.number} refuses connections")
@@ -121,7 +121,7 @@ class Bulk:
             writer, sent_in = store.writers[rank]
             if not writer.runs or sent_in < store.generation:
                 break  # its end has come, or the fence has cut it, however long its sender stands still
-            if waited_s >= self._cluster.config.patience_s / 4:
+            if waited_s >= self._cluster.config.slow_after_s / 4:
                 raise TransportError(f"another transfer of rank {rank} still runs")
             waited_s += RETRY_S
             await asyncio.sleep(RETRY_S)
@@ -139,7 +139,7 @@ class Bulk:
     async def _await_entry(self, target: Node, generation: Generation) -> None:
         """Until others may mirror there in `generation`, for a while. Raises: NotEntered, StaleGeneration."""
         waited_s = 0.0
-        while target.store.entered < generation and waited_s < self._cluster.config.patience_s / 4:
+        while target.store.entered < generation and waited_s < self._cluster.config.slow_after_s / 4:
             target.store.check_generation(generation)
             await asyncio.sleep(ENTRY_S)
             waited_s += ENTRY_S

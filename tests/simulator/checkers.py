@@ -40,7 +40,7 @@ class Checkers:
         self.committed: dict[Generation, Step] = {}
         """The newest step that was called committed in each generation."""
         self.memory = Memory(cluster)
-        self._restarts = Restarts(cluster.policy, cluster.timing.silent_after_s)
+        self._restarts = Restarts(cluster.policy, cluster.timing.slow_after_s)
         self._runs: dict[NodeId, list[Generation]] = {}
         """In which generation each node has run `spare_command`."""
 

@@ -42,6 +42,7 @@ OUTSIDE = "OUTSIDE JOINING"
 CANNOT = (
     Rule(ANY, "STARTING RESTORING TRAINING", ("proposing",),
          "who proposes has promised itself, and so fenced its generation, in the same step"),
+    Rule("HostAnswered Probe", OUTSIDE, ANY, "before a node is in a world it waits for nobody's word"),
     Rule("WorldFormed Joining", "JOINING STARTING RESTORING TRAINING FENCED WAITING", ANY,
          "a node meets the others once"),
     Rule(OWN_PROCESSES, OUTSIDE, ANY, "before a node is in a world it has no processes that it could speak of"),

@@ -119,7 +119,7 @@ class Group:
             if process.unwound_for <= self.generation:
                 process.tell(broke)
 
-        self._cluster.timeline.after(self._cluster.timing.silent_after_s, process.do, tell)
+        self._cluster.timeline.after(self._cluster.timing.slow_after_s, process.do, tell)
 
     def _complete(self, number: int) -> None:
         if self._reset or not all(process.alive for process in self._members.values()):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .node import Node
 
 T = TypeVar("T")
+FROZEN_S = 1.0  # how often storage that does not answer is looked at
 SHORT = 0.1  # of the looks at a host's memory find too little
 
 
@@ -277,6 +278,7 @@ class Machine:
             node.cluster.config.history_limit_bytes, node.cluster.config.history_kept, node.memory_changed
         )
         self.bulk = Bulk(node, self.store)
+        self.frozen_until = 0.0  # by the simulation's clock, for its storage
         self.witness = node.cluster.witness if node.cluster.policy.witness else None
 
     def pipe(self, descriptor: int) -> Any:
@@ -304,6 +306,8 @@ class Machine:
 
     async def at_files(self, work: Callable[[], T]) -> T:
         await asyncio.sleep(self._cluster.network.latency())
+        while self._cluster.timeline.now < self.frozen_until:
+            await asyncio.sleep(FROZEN_S)
         done = work()
         await asyncio.sleep(self._cluster.network.latency())
         return done

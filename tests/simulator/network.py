@@ -17,6 +17,7 @@ import itertools
 import os
 import random
 import socket as real
+import struct
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -207,6 +208,9 @@ class Wire:
         flight, target, now = self._flight, self._sock.remote, self._network.timeline.now
         while flight and flight[0][0] <= now:
             target.take_in(flight.popleft()[1])
+        target.heard_at = now
+        if not target.kernel.dark and self._network.passes(target.node, self._sock.node):  # it is acknowledged
+            self._sock.heard_at = now
 
     def cut_suffix(self) -> None:
         """Some of what is under way is lost with the connection."""
@@ -225,6 +229,7 @@ class Socket:
         self.kernel, self.node = kernel, kernel.node
         self.port = 0
         self.timeout_s = SYN_S
+        self.heard_at = kernel.network.timeline.now
         self.closed = self._has_ended = self._said_end = False
         self._error: OSError | None = None
         self._data = bytearray()
@@ -240,6 +245,11 @@ class Socket:
     def setsockopt(self, level: int, name: int, value: int) -> None:
         if (level, name) == (real.IPPROTO_TCP, real.TCP_USER_TIMEOUT):
             self.timeout_s = value / 1000
+
+    def getsockopt(self, level: int, name: int, size: int) -> bytes:
+        assert (level, name) == (real.IPPROTO_TCP, real.TCP_INFO)
+        ago_ms = int(1000 * (self.kernel.network.timeline.now - self.heard_at))
+        return struct.pack("52x2I", ago_ms, ago_ms).ljust(size, b"\0")
 
     def getsockname(self) -> tuple[str, int]:
         return address_of(self.node), self.port
@@ -434,7 +444,7 @@ class Transport(asyncio.Transport):
     """asyncio's over a Socket."""
 
     def __init__(self, sock: Socket, protocol: asyncio.Protocol) -> None:
-        super().__init__()
+        super().__init__({"socket": sock})
         self._sock, self._protocol, self._loop = sock, protocol, sock.kernel.loop
         self._closing = self._lost = False
         self._loop.call_soon(protocol.connection_made, self)

@@ -35,6 +35,8 @@ KINDS = {
     "slow": "a rank's process needs longer for a training call than a step may take, and gets on",
     "give_up": "a node's launcher ends it",
     "pause": "a host stands still and wakes up later with everything in hand",
+    "load": "a host is so loaded that its agent gets to run now and then",
+    "disk": "the storage of a host does not answer",
     "partition": "a host and the others hear nothing of each other",
     "oneway": "the others hear nothing of a host, which hears them",
     "part": "a host and some of the others hear nothing of each other",
@@ -70,7 +72,7 @@ EARLY = 0.2
 DRIFT_MAX = 0.04
 """Clocks run faster or slower by so much at most: what the protocol assumes."""
 SLOW = {"script", "slow"}
-LASTING = {"pause", "thin", "partition", "oneway", "part", "loss", "delay", "duplicate", "flip"}
+LASTING = {"pause", "load", "disk", "thin", "partition", "oneway", "part", "loss", "delay", "duplicate", "flip"}
 MOMENTS = (
     "Send NodeFailed", "Send Prepare", "Send Promise", "Send Propose", "Send Accepted", "Send Decided", "Send Report",
     "Send Status", "Send Rehearse", "Send RankFailed", "Send JoinRequest", "Send Verdict", "AbortWorkers",
@@ -263,7 +265,8 @@ def as_file(found: Scenario) -> dict[str, Any]:
 
 _WEIGHTS = {
     "crash": 3, "kill": 4, "rack": 1, "process": 4, "error": 1, "poison": 0.7, "cursed": 0.7, "broken": 0.5,
-    "storm": 0.5, "stuck": 1, "hang": 0.5, "skip": 0.3, "script": 0.3, "slow": 0.3, "give_up": 1, "pause": 3,
+    "storm": 0.5, "stuck": 1, "hang": 0.5, "skip": 0.3, "script": 0.3, "slow": 0.3, "give_up": 1, "pause": 3, "load": 1,
+    "disk": 0.5,
     "partition": 2, "oneway": 1, "part": 0, "rift": 0.5, "pair": 0.5, "deaf": 0.5, "reset": 1, "break": 2, "loss": 2,
     "delay": 3, "duplicate": 2, "flip": 1, "corrupt": 1, "mispair": 1.5, "join": 2, "stop": 0.2, "thin": 0,
 }  # fmt: skip

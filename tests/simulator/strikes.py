@@ -65,7 +65,7 @@ class Strikes:
             if fault.moment:
                 armed = Armed(fault)
                 self.armed.append(armed)
-                self._cluster.timeline.after(PATIENCES * self._cluster.timing.silent_after_s, self._late, armed)
+                self._cluster.timeline.after(PATIENCES * self._cluster.timing.slow_after_s, self._late, armed)
             else:
                 self._soon(fault, None)
 

@@ -58,7 +58,7 @@ def test_a_host_that_joins_soon_after_a_loss_holds_nobody_up(start, seed):
     job.until(lambda: job.plans)
     lost_at, new = job.timeline.now, job.join()
     job.until(lambda: job.told(events.HostJoined))
-    storm_s = job.timing.silent_after_s
+    storm_s = job.timing.slow_after_s
     assert job.timeline.now - lost_at < storm_s, "else this test shows nothing"
     (planned,) = [event for event in job.told(events.SwapPlanned) if event.joined == (new,)]
     assert planned.duration_s < storm_s / CALMS
@@ -91,7 +91,7 @@ def test_a_host_is_lost_while_it_joins(start, kind, phase):
     )
     job.hold()
     job.strike(kind, new)
-    job.idle(4 * job.timing.silent_after_s)
+    job.idle(4 * job.timing.slow_after_s)
     assert set(codes_of(job, new).values()) == {0} and new not in job.newest_world.members
 
 
@@ -115,7 +115,7 @@ def test_the_waiting_coordinator_is_lost(start, seed):
     job.strike("kill", 4)
     job.until(lambda: job.told(events.WaitingForHost))
     job.strike("kill", 0)
-    job.idle(2 * job.timing.silent_after_s)
+    job.idle(2 * job.timing.slow_after_s)
     new = job.join()
     job.idle(1.2 * job.timing.decision_timeout_s)
     assert job.nodes[new].up and not job.plans, "one host is not enough for two, but may stay"
@@ -130,7 +130,7 @@ def test_waiting_for_a_host_before_training(start):
     job.until(lambda: job.told(events.WorldFormed))
     job.strike("kill", 1)
     job.until(lambda: job.told(events.WaitingForHost))
-    job.idle(2 * job.timing.silent_after_s)
+    job.idle(2 * job.timing.slow_after_s)
     job.join()
     assert set(codes_of(job, 1).values()) == {0} and job.plans[1].restore_step == NO_STEP
 

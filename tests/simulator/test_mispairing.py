@@ -148,7 +148,7 @@ def test_a_job_does_not_end_well_while_a_newcomers_node_is_silent(after_a_swap):
     finish(job, 0, 1, 2)
     job.until(lambda: job.nodes[number].ends)
     job.freeze(number)
-    job.idle(1.5 * job.timing.silent_after_s)
+    job.idle(1.5 * job.timing.slow_after_s)
     assert 0 not in job.exits.values()
     assert number in job.context(0).suspects or number in job.plans[2].lost_nodes
 
@@ -161,9 +161,9 @@ def test_a_coordinator_that_stood_still_waits_for_the_answers_it_has_in_hand(aft
     job.until(lambda: pairing._asked_at > 0)
     assert not pairing.answered
     job.freeze(*job.nodes)
-    job.idle(1.2 * job.timing.silent_after_s)
+    job.idle(1.2 * job.timing.slow_after_s)
     job.thaw(*job.nodes)
-    job.idle(0.3 * job.timing.silent_after_s)
+    job.idle(0.3 * job.timing.slow_after_s)
     assert ended(job) == newcomer(job)
 
 

@@ -77,7 +77,7 @@ def test_the_budget_is_the_ranks_and_a_spare_takes_over_then(start):
     for rank in (2, 2, 3):  # another rank's budget is its own
         heal(job, rank)
         job.hold()
-        job.idle(job.timing.silent_after_s + 1.0)
+        job.idle(job.timing.slow_after_s + 1.0)
         job.release()
     job.lose(2)
     assert job.end() == {0: 0, 1: 87, 2: 0, 3: 0} and "restarts_max" in job.reasons[1]
@@ -100,7 +100,7 @@ def test_losses_long_ago_do_not_count(start, window_s, lost):
 def test_losses_within_one_storm_count_once(start):
     job = start(seed=7, steps=60, restarts_max=1).train()
     began = job.timeline.now
-    while job.timeline.now - began < job.timing.silent_after_s / 2:
+    while job.timeline.now - began < job.timing.slow_after_s / 2:
         heal(job, 2)
     assert set(job.end().values()) == {0} and len(job.told(events.RankLost)) > 1
     assert not job.told(events.NodeLost)
@@ -125,22 +125,22 @@ def test_no_restarts_means_an_error_that_follows_the_rank_over_three_hosts_is_th
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_lost_one_after_another_within_a_storm_is_planned_together(start, monkeypatch, seed):
     job = start(seed=seed, steps=60).train()
-    monkeypatch.setattr(job, "start_s", lambda: job.timing.silent_after_s / CALMS)  # so long a swap takes at least
+    monkeypatch.setattr(job, "start_s", lambda: job.timing.slow_after_s / CALMS)  # so long a swap takes at least
     heal(job, 2)
     for rank in (0, 1, 3, 4, 5):
         job.lose(rank)
-        job.idle(job.timing.silent_after_s / 10)
+        job.idle(job.timing.slow_after_s / 10)
     assert set(job.end().values()) == {0} and not job.told(events.NodeLost)
     assert [plan.lost_ranks for plan in job.plans.values()] == [(2,), (0, 1, 3, 4, 5)]
 
 
 def test_a_storm_that_does_not_end_is_planned_within_one_patience(start, monkeypatch):
     job = start(seed=3, active=12).train()
-    monkeypatch.setattr(job, "start_s", lambda: job.timing.silent_after_s / CALMS)
+    monkeypatch.setattr(job, "start_s", lambda: job.timing.slow_after_s / CALMS)
     heal(job, 0)
     for rank in range(1, 24):
         job.lose(rank)
-        job.idle(job.timing.silent_after_s / 12)
+        job.idle(job.timing.slow_after_s / 12)
     assert set(job.end().values()) == {0} and not job.told(events.NodeLost)
     planned = [len(plan.lost_ranks) for plan in job.plans.values()]
     assert planned[0] == 1 and 8 <= planned[1] <= 12 and sum(planned) == 24
@@ -152,7 +152,7 @@ def test_a_plan_waits_for_more_no_longer_than_the_last_swap_took(start, monkeypa
     for how_long in ("start_s", "rehearse_s", "end_s", "unwind_s"):
         monkeypatch.setattr(job, how_long, lambda *_: 0.0)
     heal(job, 2)
-    began, storm_s = job.timeline.now, job.timing.silent_after_s
+    began, storm_s = job.timeline.now, job.timing.slow_after_s
     heal(job, 4)
     assert job.timeline.now - began < storm_s, "else this test shows nothing"
     first, second = job.told(events.SwapPlanned)
@@ -168,10 +168,12 @@ def test_an_error_that_comes_back_is_tried_on_another_host_and_then_ends_the_job
     assert job.plans[1].lost_ranks == (2,) and not job.plans[1].vacated
     moved = job.plans[2]
     assert (moved.vacated, moved.lost_nodes, moved.lost_ranks) == ((1,), (), ())
-    assert (moved.world.node_of, moved.world.spares) == ((0, 0, 4, 4, 2, 2), (3, 1)), "the first host stands by"
+    taker = moved.world.node_of[2]
+    assert moved.world.node_of == (0, 0, taker, taker, 2, 2)
+    assert {taker, moved.world.spares[0]} == {3, 4} and moved.world.spares[1:] == (1,), "the first host stands by"
     job.lose(2, RAISED)
     assert set(job.end().values()) == {RAISED} and not job.told(events.NodeLost)
-    assert all(f"script of rank 2 on node 4 ended with {RAISED}" in reason for reason in job.reasons.values())
+    assert all(f"script of rank 2 on node {taker} ended with {RAISED}" in reason for reason in job.reasons.values())
 
 
 def test_an_error_that_does_not_follow_to_another_host_is_survived_and_its_host_takes_over_again(start):
@@ -216,9 +218,9 @@ def test_an_error_of_the_machine_that_goes_on_costs_the_host(start):
         job.strike("poison", 1, count=1)
         job.until(lambda n=done: len(job.told(events.SwapDone)) > n)
         job.hold()
-        job.idle(job.timing.silent_after_s + 1.0)
+        job.idle(job.timing.slow_after_s + 1.0)
         job.release()
-    assert job.end() == {0: 0, 1: 87, 2: 0, 3: 0, 4: 0} and 4 <= len(job.told(events.RankLost)) <= 7
+    assert job.end() == {0: 0, 1: 87, 2: 0, 3: 0, 4: 0} and 3 <= len(job.told(events.RankLost)) <= 7
 
 
 def test_an_error_of_the_machine_on_every_rank_at_once_costs_nobody_its_place(start):

@@ -26,7 +26,7 @@ def test_a_lost_spare_comes_back(start: Start, command: str) -> None:
     job.hold()
     job.strike("kill", 1)
     job.until(lambda: len(job.told(events.HostJoined)) == BRING[command])
-    job.idle(4 * job.timing.silent_after_s)
+    job.idle(4 * job.timing.slow_after_s)
     assert runs(job) == [(0, 1)] * (2 if command == "late" else 1), "a second host is one more, and is not asked for"
     assert len(job.newest_world.spares) == BRING[command]
     job.strike("kill", 2)
@@ -52,7 +52,7 @@ def test_a_command_that_brings_nobody_is_tried_again_and_costs_nothing(start: St
     job.strike("kill", 1)
     job.until(lambda: len(runs(job)) == 3)
     failures = job.told(events.SpareCommandFailed)
-    assert [failure.retry_s for failure in failures] == [job.timing.silent_after_s, 2 * job.timing.silent_after_s]
+    assert [failure.retry_s for failure in failures] == [job.timing.slow_after_s, 2 * job.timing.slow_after_s]
     assert not job.told(events.HostJoined) and len(job.plans) == 1
     new = job.join()
     job.until(lambda: job.newest_world.spares == (new,))
@@ -77,7 +77,7 @@ def test_the_next_coordinator_runs_it_after_a_pause(start: Start) -> None:
     job.strike("kill", 0)
     lost_at = job.timeline.now
     job.until(lambda: len(runs(job)) == 2)
-    assert runs(job)[1] == (1, 2) and job.timeline.now - lost_at > 0.9 * job.timing.silent_after_s
+    assert runs(job)[1] == (1, 2) and job.timeline.now - lost_at > 0.9 * job.timing.slow_after_s
     job.until(lambda: job.told(events.HostJoined))
     assert {code for number, code in job.end().items() if number not in (0, 5)} == {0}
 

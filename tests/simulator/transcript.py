@@ -1,7 +1,7 @@
 """A run for people: one line for each input of a controller and for each thing it then does.
 
 Rules of this file: the same run gives the same lines, byte for byte; what a job without faults does all the time
-(heartbeats, snapshots, commits) is left out.
+(heartbeats, snapshots, commits) is left out, and so is the search for signs of life, but for what it finds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from deadpool_plugin.core import api
 from deadpool_plugin.core.events import StepCommitted
-from deadpool_plugin.core.messages import GroupCalls, Report, Status
+from deadpool_plugin.core.messages import GroupCalls, Probe, Report, Status
 from deadpool_plugin.core.signatures import decoded
 from deadpool_plugin.core.types import Checkpoint, Holding, NodeId
 
@@ -42,10 +42,10 @@ class Transcript:
 def is_quiet(thing: api.Input | api.Action) -> bool:
     """Return whether it happens all the time."""
     if isinstance(thing, (api.Received, api.Send)):
-        return isinstance(thing.message, (Report, Status))
+        return isinstance(thing.message, (Report, Status, Probe))
     if isinstance(thing, api.Emit):
         return isinstance(thing.event, StepCommitted)
-    return isinstance(thing, (api.Ticked, api.SnapshotHeld, api.Commit))
+    return isinstance(thing, (api.Ticked, api.SnapshotHeld, api.Commit, api.AskHost))
 
 
 def grouped(actions: Sequence[api.Action]) -> list[str]:

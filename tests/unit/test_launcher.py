@@ -112,7 +112,7 @@ def test_the_secret_is_in_a_file_only(job, tmp_path):
     assert (tmp_path / "secret.txt").read_text() == SECRET
     seen = (tmp_path / "seen.txt").read_text()
     assert SECRET not in seen and SECRET not in (tmp_path / "ssh.txt").read_text()
-    assert "ServerAliveInterval=1 -o ServerAliveCountMax=3" in seen
+    assert "ServerAliveInterval=3 -o ServerAliveCountMax=3" in seen
     words = seen.split()
     assert words[1:6] == ["--module", "deadpool_plugin.run", "s.py", "--lr", "1"]
     assert not Path(words[words.index("--deadpool-config") + 1]).parent.exists()

@@ -28,7 +28,12 @@ from deadpool_plugin.core.policy import Policy, Timing
 from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Step, SwapPlan, World
 
 TIMING = Timing(
-    heartbeat_interval_s=1.0, silent_after_s=20.0, phase_timeout_s=40.0, decision_timeout_s=600.0, start_timeout_s=600.0
+    heartbeat_interval_s=1.0,
+    silent_after_s=20.0,
+    slow_after_s=20.0,
+    phase_timeout_s=40.0,
+    decision_timeout_s=600.0,
+    start_timeout_s=600.0,
 )
 JUMPS_MAX = 8
 """LIVENESS: so many phases may time out on one way to an end."""

@@ -5,34 +5,37 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from hypothesis import given, strategies as st
 
+from deadpool_plugin.agent.world import timing_of
 from deadpool_plugin.config import Config
-from deadpool_plugin.core.policy import Budget, Timing
+from deadpool_plugin.core.policy import Budget
 from deadpool_plugin.core.swaps import CALMS, RIVAL_INTERVALS
 
 README = Path(__file__).resolve().parents[3] / "deadpool_plugin" / "core" / "README.md"
-ROW = re.compile(r"^\| (.+?) \| ([0-9.]*) ?P(?:/(\d+))? \| .+ \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (.+?) \| ([0-9.]*) ?([PS])(?:/(\d+))? \| .+ \|$", re.MULTILINE)
 
 
 def test_the_readme_shows_the_time_outs_in_their_order():
-    config = Config(patience_s=80.0)
-    timing = Timing(config.heartbeat_interval_s, config.patience_s, config.phase_timeout_s, config.decision_timeout_s)
+    timing = timing_of(config := Config(patience_s=1.0))
     expected = {
         "tick": config.tick_s,
         "heartbeat interval": timing.heartbeat_interval_s,
-        "calm": timing.silent_after_s / CALMS,
         "own pause": timing.own_pause_s,
         "wait for a rival": RIVAL_INTERVALS * timing.heartbeat_interval_s,
+        "calm": timing.slow_after_s / CALMS,
         "`lease_s`": timing.lease_s,
         "`silent_after_s`": timing.silent_after_s,
+        "`slow_after_s`": timing.slow_after_s,
         "`phase_timeout_s`": timing.phase_timeout_s,
         "`decision_timeout_s`": timing.decision_timeout_s,
     }
     shown = {
-        name: float(times or 1) * 80.0 / float(parts or 1) for name, times, parts in ROW.findall(README.read_text())
+        name: float(times or 1) * (timing.slow_after_s if unit == "S" else timing.silent_after_s) / float(parts or 1)
+        for name, times, unit, parts in ROW.findall(README.read_text())
     }
-    assert shown == expected, "the start time-out, which does not follow from the patience, is not among them"
+    assert shown == pytest.approx(expected), "the start time-out does not follow from the patience"
     assert list(shown.values()) == sorted(shown.values()) and list(shown) == list(expected)
 
 

@@ -127,7 +127,7 @@ def test_who_sees_no_majority_by_more_than_silence_interrupts_its_processes_whil
     actions = controller.step(api.LinkLost(4, "gone", silent), 0.2)
     assert leaves(actions) == [] and (0, Report(0)) in said(actions)
     assert any(isinstance(action, api.AbortWorkers) for action in actions) is interrupted
-    assert 87 in leaves(later(controller, 0.2, 12.0, (0,)))
+    assert 87 in leaves(later(controller, 0.2, 22.0 if silent else 12.0, (0,)))
 
 
 def test_a_voter_protects_who_would_coordinate_after_those_that_the_proposer_knows_to_be_gone():
