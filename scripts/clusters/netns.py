@@ -17,6 +17,7 @@ import select
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ BRIDGE = "bridge0"
 START_S = 30.0
 NO_TRAFFIC = ["tbf", "rate", "8bit", "burst", "1", "limit", "1"]
 """A queue no packet is small enough for."""
+RELAY = Path(__file__).with_name("netns_relay.py")
 NOWHERE = "02:00:00:00:00:99"
 """A link address that no host has."""
 
@@ -38,15 +40,21 @@ class Network:
     Args:
         folder: gets keys, each host's home and sshd's output, and `network.json` for other processes.
         environment: what every login on a host finds set, HOME and PATH aside.
+        logins: whether each host has an sshd; without one its namespaces are there to be entered (`Host.pid`).
     """
 
-    def __init__(self, folder: Path, size: int, environment: Mapping[str, str] | None = None) -> None:
-        self.folder, self._size = folder.resolve(), size
+    def __init__(
+        self, folder: Path, size: int, environment: Mapping[str, str] | None = None, logins: bool = True
+    ) -> None:
+        self.folder, self._size, self._logins = folder.resolve(), size, logins
         self.environment = {"PATH": os.environ["PATH"], **(environment or {})}
         self.hosts: dict[str, Host] = {}
         self.down: dict[str, Host] = {}
         """Hosts that were killed before we attached."""
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._relays: dict[str, subprocess.Popen[bytes]] = {}
+        self._plain: set[str] = set()
+        """Hosts that send one packet at a time, as a relay needs it."""
 
     def __enter__(self) -> Network:
         try:
@@ -63,7 +71,7 @@ class Network:
 
     def _make(self) -> None:
         self._own_folder()
-        for name in ("key", "host_key"):
+        for name in ("key", "host_key") if self._logins else ():
             (self.folder / name).unlink(missing_ok=True)
             words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
             subprocess.run(words, check=True)
@@ -76,7 +84,8 @@ class Network:
         for name, address in names.items():
             self.hosts[name] = self._boot(name, address)
         self._save()
-        self._wait_for_ssh(self.hosts)
+        if self._logins:
+            self._wait_for_ssh(self.hosts)
 
     def _own_folder(self) -> None:
         """Nobody else may decide what is in it: its processes are entered as root. Raises: RuntimeError."""
@@ -90,7 +99,8 @@ class Network:
         write_home(home, self.folder, self.environment)
         with (home / "sshd.txt").open("wb") as output:
             kinds = ["--net", "--uts", "--pid", "--mount", "--mount-proc", "--propagation=private"]
-            pid = self._namespace(kinds, ["sh", "-euc", boot_script(name, home, self.folder)], output)
+            script = boot_script(name, home, self.folder, self._logins)
+            pid = self._namespace(kinds, ["sh", "-euc", script], output)
         host = Host(name, address, pid)
         inside = ["nsenter", f"--target={pid}", "--net", "ip"]
         self._on_switch("ip", "link", "add", host.port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
@@ -152,6 +162,11 @@ class Network:
 
     # ---- using
 
+    @property
+    def makers(self) -> set[int]:
+        """The processes that keep it up, without what they have started."""
+        return {process.pid for process in (*self._processes, *self._relays.values())}
+
     def command(self, host: str, words: Sequence[str]) -> list[str]:
         """Return the command that, executed out here, runs `words` on `host`, as after a login there."""
         return self.hosts[host].inside(words, self._login(self.hosts[host]))
@@ -182,9 +197,40 @@ class Network:
             self._neighbours(here, *words)
 
     def degrade(self, host: str, loss_percent: float, delay_ms: float) -> None:
-        """Lose and delay packets in both directions. Raises: RuntimeError if this kernel has no netem."""
-        for direction in ("out", "in"):
-            self._queue(host, direction, ["netem", "loss", f"{loss_percent}%", "delay", f"{delay_ms}ms"])
+        """Lose and delay packets in both directions; through a relay if this kernel has no netem.
+
+        Raises: RuntimeError if it has none and another process has made the hosts.
+        """
+        try:
+            for direction in ("out", "in"):
+                self._queue(host, direction, ["netem", "loss", f"{loss_percent}%", "delay", f"{delay_ms}ms"])
+        except RuntimeError:
+            if not self._processes:  # attached: a relay would end with this process
+                raise
+            self._relay(host, loss_percent / 100, delay_ms / 1000)
+
+    def _relay(self, host: str, loss: float, delay_s: float) -> None:
+        """Put a process into the way of all of the host's packets."""
+        self._end_relay(host)
+        for other in self.hosts.keys() - self._plain:
+            words = ["nsenter", f"--target={self.hosts[other].pid}", "--net", sys.executable, str(RELAY), "plain"]
+            subprocess.run([*words, "eth0"], check=True)
+            self._plain.add(other)
+        port, far = self.hosts[host].port, f"far-{host}"
+        self._on_switch("ip", "link", "add", far, "type", "veth", "peer", "name", f"near-{host}")
+        self._on_switch("ip", "link", "set", f"near-{host}", "up", "promisc", "on")
+        self._on_switch("ip", "link", "set", port, "nomaster", "promisc", "on")
+        self._on_switch("ip", "link", "set", far, "master", BRIDGE, "up")
+        words = [sys.executable, str(RELAY), "relay", port, f"near-{host}", str(loss), str(delay_s), "0"]
+        start = ["setpriv", "--pdeathsig=KILL", "nsenter", f"--target={self.switch}", "--net", *words]
+        self._relays[host] = subprocess.Popen(start)
+
+    def _end_relay(self, host: str) -> None:
+        if (relay := self._relays.pop(host, None)) is not None:
+            relay.kill()
+            relay.wait()
+            self._on_switch("ip", "link", "del", f"far-{host}")
+            self._on_switch("ip", "link", "set", self.hosts[host].port, "master", BRIDGE)
 
     def revive(self, name: str) -> None:
         """Power a killed host on again, with the home that it had; it is ours, and gone when this process ends."""
@@ -206,6 +252,7 @@ class Network:
     def heal(self, host: str) -> None:
         """Make it as new; of a pair that is cut, both are to be healed."""
         self._neighbours(host, "flush", "dev", "eth0", "nud", "permanent")
+        self._end_relay(host)
         for direction in ("out", "in"):
             subprocess.run(self._tc(host, direction, "del"), capture_output=True)  # there may be none
         self._on_switch("ip", "link", "set", self.hosts[host].port, "up")
@@ -233,9 +280,10 @@ class Network:
 
     def close(self) -> None:
         """Kill all hosts and the bridge; the kernel removes their links with them."""
-        for process in self._processes:
+        for process in (*self._relays.values(), *self._processes):
             process.kill()
-        for process in self._processes:
+        for process in (*self._relays.values(), *self._processes):
             process.wait()
+        self._relays.clear()
         self._processes.clear()
         (self.folder / "network.json").unlink(missing_ok=True)

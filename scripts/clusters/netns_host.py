@@ -76,8 +76,9 @@ def write_home(home: Path, folder: Path, environment: Mapping[str, str]) -> None
     (home / "passwd").write_text("\n".join([*users, "sshd:x:100:65534::/run/sshd:/bin/false"]) + "\n")
 
 
-def boot_script(name: str, home: Path, folder: Path) -> str:
-    """Do the work of a host's process 1 before it becomes sshd."""
+def boot_script(name: str, home: Path, folder: Path, logins: bool = True) -> str:
+    """Do the work of a host's process 1 before it becomes sshd, or waits for the end without `logins`."""
+    last = [str(tool("sshd")), "-D", "-e", "-f", str(home / "sshd_config")] if logins else ["sleep", "infinity"]
     steps = [
         ["hostname", name],
         ["mount", "--bind", str(home / "passwd"), "/etc/passwd"],
@@ -86,6 +87,6 @@ def boot_script(name: str, home: Path, folder: Path) -> str:
         ["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"],
         ["mkdir", "-p", "/run/sshd"],
         ["ip", "link", "set", "lo", "up"],
-        ["exec", str(tool("sshd")), "-D", "-e", "-f", str(home / "sshd_config")],
+        ["exec", *last],
     ]
     return "\n".join(shlex.join(step) for step in steps)
