@@ -218,6 +218,7 @@ def busy(count: int) -> Iterator[None]:
 
             for number in (signal.SIGINT, signal.SIGTERM):  # what is to be undone is the parent's
                 signal.signal(number, signal.SIG_DFL)
+            os.setsid()  # the kernel may share the CPUs out by sessions: each is to count
             die_with_parent(signal.SIGKILL, parent)
             while True:
                 math.sqrt(2.0)
@@ -227,6 +228,7 @@ def busy(count: int) -> Iterator[None]:
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+        for pid in pids:
             os.waitpid(pid, 0)
 
 

@@ -11,6 +11,7 @@ from dist.test_agent_swap import HOLD, RUN, STEPS, finishes, ready
 from support import slow_but
 
 from deadpool_plugin import events
+from deadpool_plugin.config import Config
 
 
 def swapped(cluster, count=1):
@@ -108,7 +109,7 @@ def test_all_processes_at_once(tmp_path):
 
 
 def test_the_budget_of_a_rank_is_its_nodes(tmp_path):
-    patience_s = 3.0
+    patience_s = 1.0
     more = "memory_headroom_gib: 0\nrestarts_max: 1\n"
     cluster = StubCluster(tmp_path, 4, 1, *RUN, more=more, patience_s=patience_s)
     try:
@@ -116,7 +117,7 @@ def test_the_budget_of_a_rank_is_its_nodes(tmp_path):
         cluster.kill(1, "worker0")
         swapped(cluster)
         cluster.wait_for("protection again", lambda: len(cluster.events(events.Mirrored)) == 2)
-        time.sleep(patience_s)  # what follows within it is the same storm
+        time.sleep(Config(patience_s=patience_s).slow_after_s)  # what follows within it is the same storm
         cluster.kill(1, "worker0")
         finishes(cluster, lost=[1])
         first, second = cluster.events(events.SwapPlanned)
