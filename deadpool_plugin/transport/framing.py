@@ -180,12 +180,12 @@ class FrameProtocol(asyncio.Protocol):
         return True
 
     @property
-    def unheard_s(self) -> float:
-        """How long ago the other end's kernel last sent anything; infinite without a connection."""
+    def unheard_s(self) -> tuple[float, float]:
+        """How long ago the other end's kernel last sent data, and anything; infinite without a connection."""
         with contextlib.suppress(OSError):
             if self._transport is not None and (sock := self._transport.get_extra_info("socket")) is not None:
                 return unheard_s(sock)
-        return math.inf
+        return math.inf, math.inf
 
     def close(self) -> None:
         """Sends what is queued and nothing more. The connection has ended when the peer has closed it, too."""

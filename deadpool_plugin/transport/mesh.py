@@ -40,6 +40,7 @@ _UNASKED_S = 0.1  # a node that has lost a link which the other end dials waits 
 YOUNG_S = 1.0
 """If our link is younger than this, the peer is reporting the previous one; keep ours."""
 _ASKS = 2  # of a silent node, within its patience
+_QUIETS = 1.5  # in so many times its patience a node whose host answers has said nothing: its link is made again
 PROBES_MAX = 64
 """Connections asked for at a time, only to see whether kernels answer: whoever is cut off asks for all the others'."""
 DIALS_MAX = 16
@@ -325,9 +326,9 @@ class ControlMesh:
         all of it.
         """
         channel = self._channels.get(node)
-        ago_s = channel.connection.unheard_s if channel is not None and channel.connection is not None else math.inf
+        ago_s = channel.connection.unheard_s[1] if channel is not None and channel.connection is not None else math.inf
         if ago_s < within_s / 2:
-            self._on_answered(node, ago_s)
+            self._answered(node, ago_s, within_s)
         elif node in self._addresses and self._probes < PROBES_MAX and not self._closing:
             self._probes += 1
             self._tasks.start(self._probe(node, within_s))
@@ -343,13 +344,16 @@ class ControlMesh:
             return
         finally:
             self._probes -= 1
-        self._on_answered(node, loop_time() - began)
-        channel = self._channels.get(node)
-        if channel is None or channel.connection is None or not self._is_wanted(node) or channel.age_s < within_s:
+        self._answered(node, loop_time() - began, within_s)
+
+    def _answered(self, node: NodeId, ago_s: float, within_s: float) -> None:
+        self._on_answered(node, ago_s)
+        channel, quiet_s = self._channels.get(node), _QUIETS * within_s
+        if channel is None or channel.connection is None or not self._is_wanted(node) or channel.age_s < quiet_s:
             return
-        if channel.connection.unheard_s >= within_s:
+        if channel.connection.unheard_s[0] >= quiet_s:
             # A path that is lost to this connection alone, or TCP that has backed off: a new one does better.
-            reason = f"nothing came over it for {within_s:g} s, and its host answers"
+            reason = f"nothing came over it for {quiet_s:g} s, and its host answers"
             channel.use(None, reason)
             self._renew(node, channel, reason)
 

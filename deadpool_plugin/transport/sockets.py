@@ -106,10 +106,10 @@ def tune(sock: socket.socket, silent_after_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
 
 
-def unheard_s(sock: socket.socket) -> float:
-    """Return how long ago the other end's kernel last sent data or an acknowledgement. Raises: OSError."""
+def unheard_s(sock: socket.socket) -> tuple[float, float]:
+    """Return how long ago the other end's kernel last sent data, and data or an acknowledgement. Raises: OSError."""
     data_ms, acknowledgement_ms = _LAST_RECEIVED.unpack_from(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64))
-    return float(min(data_ms, acknowledgement_ms)) / 1000
+    return data_ms / 1000, min(data_ms, acknowledgement_ms) / 1000
 
 
 def address_towards(host: str, port: int) -> str:

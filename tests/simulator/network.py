@@ -210,7 +210,7 @@ class Wire:
             target.take_in(flight.popleft()[1])
         target.heard_at = now
         if not target.kernel.dark and self._network.passes(target.node, self._sock.node):  # it is acknowledged
-            self._sock.heard_at = now
+            self._sock.acknowledged_at = now
 
     def cut_suffix(self) -> None:
         """Some of what is under way is lost with the connection."""
@@ -229,7 +229,7 @@ class Socket:
         self.kernel, self.node = kernel, kernel.node
         self.port = 0
         self.timeout_s = SYN_S
-        self.heard_at = kernel.network.timeline.now
+        self.heard_at = self.acknowledged_at = kernel.network.timeline.now
         self.closed = self._has_ended = self._said_end = False
         self._error: OSError | None = None
         self._data = bytearray()
@@ -248,8 +248,9 @@ class Socket:
 
     def getsockopt(self, level: int, name: int, size: int) -> bytes:
         assert (level, name) == (real.IPPROTO_TCP, real.TCP_INFO)
-        ago_ms = int(1000 * (self.kernel.network.timeline.now - self.heard_at))
-        return struct.pack("52x2I", ago_ms, ago_ms).ljust(size, b"\0")
+        now = self.kernel.network.timeline.now
+        times_ms = (int(1000 * (now - at)) for at in (self.heard_at, self.acknowledged_at))
+        return struct.pack("52x2I", *times_ms).ljust(size, b"\0")
 
     def getsockname(self) -> tuple[str, int]:
         return address_of(self.node), self.port
