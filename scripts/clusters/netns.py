@@ -219,18 +219,21 @@ class Network:
         port, far = self.hosts[host].port, f"far-{host}"
         self._on_switch("ip", "link", "add", far, "type", "veth", "peer", "name", f"near-{host}")
         self._on_switch("ip", "link", "set", f"near-{host}", "up", "promisc", "on")
-        self._on_switch("ip", "link", "set", port, "nomaster", "promisc", "on")
-        self._on_switch("ip", "link", "set", far, "master", BRIDGE, "up")
+        self._on_switch("ip", "link", "set", port, "promisc", "on")
         words = [sys.executable, str(RELAY), "relay", port, f"near-{host}", str(loss), str(delay_s), "0"]
         start = ["setpriv", "--pdeathsig=KILL", "nsenter", f"--target={self.switch}", "--net", *words]
-        self._relays[host] = subprocess.Popen(start)
+        relay = self._relays[host] = subprocess.Popen(start, stdout=subprocess.PIPE)
+        assert relay.stdout is not None
+        relay.stdout.readline()  # it is ready: nothing is lost while it starts
+        self._on_switch("ip", "link", "set", port, "nomaster")
+        self._on_switch("ip", "link", "set", far, "master", BRIDGE, "up")
 
     def _end_relay(self, host: str) -> None:
         if (relay := self._relays.pop(host, None)) is not None:
+            self._on_switch("ip", "link", "set", self.hosts[host].port, "master", BRIDGE)
+            self._on_switch("ip", "link", "del", f"far-{host}")
             relay.kill()
             relay.wait()
-            self._on_switch("ip", "link", "del", f"far-{host}")
-            self._on_switch("ip", "link", "set", self.hosts[host].port, "master", BRIDGE)
 
     def revive(self, name: str) -> None:
         """Power a killed host on again, with the home that it had; it is ours, and gone when this process ends."""

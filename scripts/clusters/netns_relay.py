@@ -50,6 +50,7 @@ def relay(port: str, other: str, loss: float, delay_s: float, seed: int) -> None
     with contextlib.suppress(OSError):  # a wire does not wait for a CPU
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     ends, draw = (listening(port), listening(other)), random.Random(seed)
+    print("ready", flush=True)
     to = {ends[0]: ends[1], ends[1]: ends[0]}
     under_way: deque[tuple[float, socket.socket, bytes]] = deque()
     with selectors.DefaultSelector() as selector:
