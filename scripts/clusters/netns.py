@@ -231,9 +231,9 @@ class Network:
     def _end_relay(self, host: str) -> None:
         if (relay := self._relays.pop(host, None)) is not None:
             self._on_switch("ip", "link", "set", self.hosts[host].port, "master", BRIDGE)
-            self._on_switch("ip", "link", "del", f"far-{host}")
             relay.kill()
             relay.wait()
+            self._on_switch("ip", "link", "del", f"far-{host}")
 
     def revive(self, name: str) -> None:
         """Power a killed host on again, with the home that it had; it is ours, and gone when this process ends."""
