@@ -44,7 +44,7 @@ class Config(BaseModel):
     """How many hosts stand by: the last ones of the hostfile. Or which ones, by host name or index: [node7, node8] or
     ["0"]. Hazard: 0 means that any loss of a node ends the job."""
 
-    patience_s: float = Field(default=10.0, ge=0.2, le=3600.0)
+    patience_s: float = Field(default=2.0, ge=0.2, le=3600.0)
     """Seconds. A host that gives no sign of life for this long is lost. One whose kernel answers while its agent says
     nothing is slow: it has five times as long, at most 10 s where this is not more itself. All other time-outs but the
     next two follow from that. Killed processes and reset connections are noticed in milliseconds whatever this says.

@@ -72,7 +72,7 @@ def parse_args() -> argparse.Namespace:
     seed = random.SystemRandom().randrange(10**6)
     parser.add_argument("--seed", type=int, default=seed, help="for every `random` in a kill; default kill: all random")
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
-    parser.add_argument("--patience", type=float, default=10.0, help="seconds, the plugin's patience_s")
+    parser.add_argument("--patience", type=float, default=2.0, help="seconds, the plugin's patience_s")
     parser.add_argument("--stall", type=float, default=150.0, help="seconds without any output that count as a hang")
     parser.add_argument("--framework", choices=JOBS, default="megatron")
     on_off = argparse.BooleanOptionalAction

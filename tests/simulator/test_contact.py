@@ -136,6 +136,64 @@ def test_one_late_agent_costs_no_swap(trained, late):
     assert set(job.end().values()) == {0} and not job.plans
 
 
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_host_whose_kernel_answers_is_not_lost_for_a_late_agent(trained, slow):
+    """It stands still for three patiences: the coordinator, whom all wait for, or another host."""
+    job = trained(seed=4)
+    job.freeze(slow)
+    job.idle(min(3 * job.timing.silent_after_s, 0.8 * job.timing.slow_after_s))
+    job.thaw(slow)
+    job.idle(2 * job.timing.silent_after_s)
+    assert set(job.end().values()) == {0} and not job.plans
+
+
+@pytest.mark.parametrize("still", [0, 2])
+def test_an_agent_that_stands_still_for_good_is_lost_in_the_end(trained, still):
+    job = trained(seed=4)
+    began = job.timeline.now
+    job.freeze(still)
+    job.until(lambda: job.plans)
+    assert job.plans[1].lost_nodes == (still,) and job.timeline.now - began >= 0.9 * job.timing.slow_after_s
+    job.thaw(still)
+    assert job.end()[still] == 87
+
+
+@pytest.mark.parametrize("dark", [0, 2])
+def test_a_host_that_lost_its_power_is_replaced_after_one_patience(trained, dark):
+    """No sign of life makes up for it, not even that another agent stands still."""
+    job = trained(seed=4, active=4, spares=2)
+    job.freeze(3)
+    job.idle(0.5 * job.timing.slow_after_s)
+    job.strike("crash", dark)
+    job.until(lambda: dark in job.context(1).suspects)
+    assert job.context(1).suspects.keys() == {dark}
+    job.thaw(3)
+    job.idle(job.timing.silent_after_s)
+    assert {code for number, code in job.end().items() if number != dark} == {0}
+    assert job.plans[1].lost_nodes == (dark,)
+
+
+def test_a_host_that_only_its_witnesses_reach_is_not_lost_at_once(trained):
+    """Nothing passes between the coordinator and node 2 for longer than the patience."""
+    job = trained(seed=4)
+    job.isolate([0], [2])
+    job.idle(2 * job.timing.silent_after_s)
+    assert not job.plans and {node for node, asked in job.all(api.AskHost) if asked.node == 2} == {0, 3, 4}
+    job.heal()
+    job.idle(2 * job.timing.silent_after_s)
+    assert set(job.end().values()) == {0} and not job.plans
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_loss_and_delay_on_all_links_cost_nobody_its_place(trained, seed):
+    job = trained(seed=seed)
+    for number in job.nodes:
+        job.strike("loss", number, seconds=10.0, strength=1 - 0.7**0.5)
+        job.strike("delay", number, seconds=20.0, strength=0.3)
+    job.idle(25.0)
+    assert set(job.end().values()) == {0} and not job.plans
+
+
 def test_everybody_stopped_together_goes_on(trained):
     job = trained(seed=5)
     job.freeze(*job.nodes)

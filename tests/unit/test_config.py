@@ -27,8 +27,8 @@ def write(tmp_path, text):
 
 def test_defaults_and_derived_times():
     config = Config()
-    assert config.spares == 1 and config.heartbeat_interval_s == 0.5 and config.tick_s == 0.125
-    assert (config.patience_s, config.phase_timeout_s, config.decision_timeout_s) == (10.0, 20.0, 300.0)
+    assert config.spares == 1 and config.heartbeat_interval_s == 0.1 and config.tick_s == 0.025
+    assert (config.patience_s, config.phase_timeout_s, config.decision_timeout_s) == (2.0, 20.0, 300.0)
     assert [Config(patience_s=patience_s).slow_after_s for patience_s in (0.5, 2, 5, 10, 20)] == [2.5, 10, 10, 10, 20]
     assert (config.saving_timeout_s, Config(patience_s=60).saving_timeout_s) == (300.0, 900.0)
     assert load(None) == load("") == load(Path("")) == config
