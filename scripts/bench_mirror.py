@@ -13,6 +13,9 @@ and with --guards, compared with `plugin` beside them:
   counted           the plugin, which counts each collective as it does after a swap
   undigested        the plugin, which takes no digests of the batches that are read
 
+With `--wire MIB` each agent sends snapshots no faster than that (the kernel paces its connections), as over a slow
+network; the plugin's events then say which steps it mirrors.
+
 With `--idle` the host sleeps that long in every step, as it does while a GPU computes; with 0 training takes all CPUs
 there are, and whatever mirroring costs is taken from it. Every payload has to have arrived before the next turn begins.
 
@@ -60,6 +63,31 @@ BULK_NICE = 10
 PATIENCE_S = 180.0
 
 
+PACED = """
+import socket
+
+from deadpool_plugin.worker.patching import when_imported
+
+
+def pace(wire):
+    made = wire.BulkStream.__init__
+
+    def init(self, sock, *args):
+        sock.setsockopt(socket.SOL_SOCKET, {option}, {rate})
+        made(self, sock, *args)
+
+    wire.BulkStream.__init__ = init
+
+
+when_imported("deadpool_plugin.mirror.wire", pace)
+"""
+SO_MAX_PACING_RATE = 47  # linux/asm-generic/socket.h
+
+
+def every(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--payload", choices=MODELS, default="32", help="MiB of optimizer state per rank, about")
@@ -72,6 +100,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--saves", nargs="*", choices=("thread", "process"), default=["process", "thread"])
     parser.add_argument("--guards", nargs="*", choices=GUARDS, default=[])
     parser.add_argument("--saves-to", type=Path, default=Path("/dev/shm"), help="where async_save writes")
+    parser.add_argument("--wire", type=float, default=0.0, help="MiB/s that an agent sends snapshots with; 0: any")
+    parser.add_argument("--mirror-every", type=every, default="auto", help="steps between snapshots")
     parser.add_argument("--seed", type=int, default=0, help="for the order of the turns")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     args = parser.parse_args()
@@ -217,10 +247,29 @@ class Bench:
         self.jobs["plain"].cluster.start(0, [*runner, str(self.args.out / "plain" / "output"), "--", *command["plain"]])
         self._await("plain")
         out = self.args.out / "plugin"
-        configure(out / "deadpool.yaml", out / "output", spares=0, preload=JOBS["megatron"].preload)
+        configure(
+            out / "deadpool.yaml", out / "output", spares=0, preload=JOBS["megatron"].preload,
+            mirror_every=self.args.mirror_every,
+        )  # fmt: skip
+        if self.args.wire:
+            self._pace(out / "paced")
         config = ["--deadpool-config", str(out / "deadpool.yaml")]
         self.jobs["plugin"].cluster.launch(["--module", "deadpool_plugin.run", *command["plugin"], *config])
         self._await("plugin")
+
+    def _pace(self, folder: Path) -> None:
+        """Have every process that is started from now on send snapshots no faster than `--wire`."""
+        folder.mkdir()
+        rate = int(self.args.wire * (1 << 20))
+        (folder / "sitecustomize.py").write_text(PACED.format(option=SO_MAX_PACING_RATE, rate=rate))
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    def said(self) -> list[dict[str, Any]]:
+        """The plugin's events about which steps it mirrors, and how many of them were."""
+        logs = (self.args.out / "plugin" / "output").glob("events.*.jsonl")
+        events = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+        committed = sorted({event["step"] for event in events if event["event"] == "StepCommitted"})
+        return [{"committed": committed}, *(event for event in events if event["event"] == "MirroringPaced")]
 
     def _await(self, name: str) -> None:
         while len(self.jobs[name].lines) < RANKS:
@@ -323,7 +372,8 @@ def main() -> int:
     found = summary(args, bench)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     everything = {"settings": settings, "machine": facts, "began": began, "took_s": time.time() - began}
-    everything |= {"payload_bytes": bench.payload_bytes, "summary": found, "blocks": bench.blocks}
+    everything |= {"payload_bytes": bench.payload_bytes, "summary": found, "said": bench.said()}
+    everything["blocks"] = bench.blocks
     (args.out / "mirror.json").write_text(json.dumps(everything, indent=1))
     print(report.markdown(found), flush=True)
     return 0
