@@ -45,6 +45,7 @@ PROBES_MAX = 64
 """Connections asked for at a time, only to see whether kernels answer: whoever is cut off asks for all the others'."""
 DIALS_MAX = 16
 """Links a node begins at a time: among hundreds of nodes on busy hosts, handshakes begun all at once time out."""
+_LOOKS = 4  # at the least, within its patience, at nodes that are missing at the start
 LOOKS_MAX = 64
 """Nodes that one node asks for a connection at a time, or in a second: more than a rack has as a rule."""
 TURN_S = 0.002
@@ -436,7 +437,9 @@ class ControlMesh:
 
     async def _lose_those_gone(self, others: Collection[NodeId], hosts: int) -> None:
         """Counts nodes that die or stand still while `hosts` link up as lost, like any later."""
-        every_s, looked_at = max(YOUNG_S, hosts / LOOKS_MAX), set[NodeId]()
+        # Rarely among many, but done with it before others, which wait no longer, miss this node for its silence.
+        every_s = min(max(YOUNG_S, hosts / LOOKS_MAX), self._silent_after_s / _LOOKS)
+        looked_at = set[NodeId]()
         async with asyncio.TaskGroup() as looks:
             while True:
                 await asyncio.sleep(every_s)

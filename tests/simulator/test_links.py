@@ -78,3 +78,15 @@ def test_two_that_have_no_link_find_out_that_they_cannot_reach_each_other(start)
     assert lost in (5, 6) and "cannot reach each other" in " ".join(job.reasons.values())
     job.end()
     assert {code for node, code in job.exits.items() if node != lost} == {0}
+
+
+def test_one_that_stands_still_while_many_hosts_link_up_costs_nobody_else(start, monkeypatch):
+    """The four wait for it longer than the others do, who must not miss the four meanwhile."""
+    monkeypatch.setattr("deadpool_plugin.transport.mesh.LOOKS_MAX", 1.5)  # they look as rarely as in a job of 500
+    job = start(**NODES | {"active": 8, "spares": 4})
+    job.until(lambda: job.nodes[0].agent and job.nodes[0].agent._links.mesh._addresses)
+    job.freeze(7)
+    job.until(lambda: len(job.newest_world.members) < 12)
+    assert set(range(12)) - {*job.newest_world.members} == {7}
+    job.end()
+    assert {code for node, code in job.exits.items() if node != 7} == {0}
