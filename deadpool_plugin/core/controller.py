@@ -81,7 +81,7 @@ class Controller:
         self._joining: JoinAttempt | None = None
         self._supply = SpareSupply(self._ctx)
         self.phase = Phase.OUTSIDE
-        self._early: list[api.Received] = []
+        self._early: dict[object, api.Received] = {}
         self._former: set[NodeId] = set()  # members of older generations: none is a candidate
         self._reported_at = 0.0
         self._own_pause_s, self._slept_s = timing.own_pause_s, 0.0
@@ -300,12 +300,15 @@ class Controller:
         if joining is not None and isinstance(message, messages.Decided):
             self._on_decided(event.sender, message)
             self._hear_early()
-        else:
-            self._early.append(event)
+        else:  # a beat says all that the one before it did, and whoever links up still may hear many
+            is_beat = isinstance(message, messages.Report | messages.Status)
+            key = (event.sender, type(message)) if is_beat else len(self._early)
+            self._early.pop(key, None)
+            self._early[key] = event
 
     def _hear_early(self) -> None:
-        early, self._early = self._early, []
-        for received in early:
+        early, self._early = self._early, {}
+        for received in early.values():
             self._mark()
             if not self._ctx.ended:
                 self._received(received)

@@ -27,7 +27,7 @@ from deadpool_plugin.core.messages import (
     Verdict,
 )
 from deadpool_plugin.core.policy import Policy, Timing
-from deadpool_plugin.core.types import NEVER, Ballot, Checkpoint, Failure, Holding, SwapPlan, World
+from deadpool_plugin.core.types import NEVER, NO_STEP, Ballot, Checkpoint, Failure, Holding, SwapPlan, World
 
 WORLD = World(0, (0, 1, 2), (3,))
 TIMING = Timing(
@@ -69,6 +69,21 @@ def test_messages_before_the_world_is_formed_are_kept():
     actions = controller.step(api.WorldFormed(WORLD), 0.3)
     kinds = [type(action.event) for action in actions if isinstance(action, api.Emit)]
     assert kinds == [events.WorldFormed, events.TrainingStarted]
+
+
+def test_of_beats_before_the_world_is_formed_the_newest_is_kept():
+    controller = Controller(0, TIMING)
+    failed = RankFailed(0, Failure(1, 1, "error"))
+    for moved in range(100):
+        for node in (1, 2):
+            hear(controller, node, Report(0, moved=moved))
+        hear(controller, 1, Status(0, NO_STEP, False))
+    for _ in range(2):
+        hear(controller, 1, failed)
+    kept = [(received.sender, received.message) for received in controller._early.values()]
+    assert kept == [
+        (1, Report(0, moved=99)), (2, Report(0, moved=99)), (1, Status(0, NO_STEP, False)), (1, failed), (1, failed),
+    ]  # fmt: skip
 
 
 def test_the_coordinator_knows_which_ranks_it_awaits():
