@@ -37,8 +37,7 @@ PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
 STARTS_APART = 6  # hosts wait for each other for this fraction of `start_timeout_s`, or for `decision_timeout_s`
 _JOIN_RETRY_S = 0.2
 ATTEMPT_S = 1.0  # the least time a node is given to answer a host that joins
-LOWEST = 4  # members that are linked with everybody; more, by the second number for each that has fallen silent: a rack
-PER_SILENT = 8
+LOWEST = 4  # members that are linked with everybody
 KEEPS_APART = 64  # parts of a patience, in one of which a node begins links that a plan has made necessary
 _ARRIVAL_S = 10.0  # a newcomer that has not spoken by then keeps the next one waiting no longer
 
@@ -66,7 +65,6 @@ class Links:
         self._hellos: dict[NodeId, Hello] = {}
         self._largest, self._arriving_since = node.id, 0.0
         self._arriving: NodeId | None = None
-        self._silent: set[NodeId] = set()
         self.missed: set[NodeId] = set()  # taken for lost before a plan says so: a newcomer is not to wait for them
         self._verdict: Verdict | None = None  # how the job has ended, if a member that has left said so
         self.mesh = ControlMesh(
@@ -190,8 +188,7 @@ class Links:
             return
         gone = self.mesh.gone
         living = [node for node in world.seniority if node not in gone]
-        count = LOWEST + PER_SILENT * len(self._silent.intersection(world.members))
-        self.mesh.keep(node for node in living[:count] if node < self._node.id)
+        self.mesh.keep(node for node in living[:LOWEST] if node < self._node.id)
 
     def send(self, node: NodeId, message: AnyMessage) -> None:
         """Send a message, over a link that is made first if need be. Nobody is dialled for what ends something: the
@@ -212,7 +209,6 @@ class Links:
         self.gone(lost.node)
         self._node.feed(lost)
         if lost.silent and not lost.still:  # those after it may have fallen silent with it: that is found at once
-            self._silent.add(lost.node)
             self._keep()
 
     def _refused(self, error: PeerRefused) -> None:
