@@ -264,9 +264,9 @@ class Controller:
         first_s = ctx.timing.silent_after_s / (2 if ctx.training else 1)
         if waited_s >= (2 * looked_s if since == ctx.moved_at else first_s):
             self._looked = ctx.moved_at, waited_s
-            others = tuple(node for node in ctx.world.active if node < ctx.node and node not in ctx.suspects)
+            others = [node for node in ctx.world.active if node < ctx.node and node not in ctx.suspects]
             if others and ctx.node in ctx.world.active:
-                ctx.act(api.LookAround(others))
+                ctx.act(api.LookAround(tuple(sorted(others, reverse=True))))  # so all do not ask the same ones first
 
     def _received(self, event: api.Received) -> None:
         ctx, sender, message = self._ctx, event.sender, event.message

@@ -45,7 +45,7 @@ PROBES_MAX = 64
 """Connections asked for at a time, only to see whether kernels answer: whoever is cut off asks for all the others'."""
 DIALS_MAX = 16
 """Links a node begins at a time: among hundreds of nodes on busy hosts, handshakes begun all at once time out."""
-_LOOKS = 4  # at the least, within its patience, at nodes that are missing at the start
+_LOOKS = 4  # at the least, within a patience, at nodes that are missing at the start; nodes begin within one such part
 LOOKS_MAX = 64
 """Nodes that one node asks for a connection at a time, or in a second: more than a rack has as a rule."""
 TURN_S = 0.002
@@ -288,7 +288,9 @@ class ControlMesh:
                         if peer < self._node:
                             await self._dial(peer)
                         elif not await channel.is_up_within(_UNASKED_S):
-                            await self._dial(peer)
+                            async with contextlib.nullcontext() if reason else self._dials:  # there may be hundreds
+                                if channel.connection is None:
+                                    await self._dial(peer)
                             await channel.is_up_within(YOUNG_S)
                 except ConnectionRefusedError:
                     raise
@@ -375,6 +377,8 @@ class ControlMesh:
         to it had ended."""
 
         looks = asyncio.Semaphore(LOOKS_MAX)
+        apart_s = self._silent_after_s / _LOOKS
+        await asyncio.sleep(apart_s * (self._node % LOOKS_MAX / LOOKS_MAX))  # not all nodes at a time
 
         async def look(node: NodeId) -> None:
             async with looks:

@@ -101,6 +101,35 @@ def test_a_node_begins_few_links_at_a_time_and_has_them_all_in_the_end(monkeypat
     assert max(at_once) == 2 and len(at_once) == 9
 
 
+def test_a_node_asks_few_at_a_time_for_a_first_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once: list[int] = []
+    begun, dial = 0, ControlMesh._dial
+
+    async def counted(self: ControlMesh, node: int) -> None:
+        nonlocal begun
+        if node < self._node:
+            return await dial(self, node)
+        begun += 1
+        at_once.append(begun)
+        try:
+            await dial(self, node)
+        finally:
+            begun -= 1
+
+    monkeypatch.setattr("deadpool_plugin.transport.mesh.DIALS_MAX", 2)
+    monkeypatch.setattr(ControlMesh, "_dial", counted)
+
+    async def scenario() -> None:
+        async with mesh(10, lowest=1) as nodes:
+            for node in range(2, 10):
+                nodes[1].transport.send(node, status(node))
+            for node in range(2, 10):
+                assert await soon(nodes[node].messages) == (1, status(node))
+
+    asyncio.run(scenario())
+    assert max(at_once) == 2 and len(at_once) >= 8
+
+
 @pytest.mark.parametrize("senders", [(1,), (2,), (1, 2)], ids=["the smaller", "the larger", "both"])
 def test_a_link_is_made_for_the_first_message(senders: tuple[int, ...]) -> None:
     async def scenario() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from deadpool_plugin.agent.links import LOWEST
 from deadpool_plugin.core import api, events
+from deadpool_plugin.transport.mesh import ControlMesh
 
 NODES = {"active": 9, "spares": 5, "slots": 1, "copies": 1}
 
@@ -68,13 +69,31 @@ def test_all_that_are_linked_with_everybody_fall_silent_with_some_others(start):
     assert {code for node, code in job.exits.items() if node not in silent} == {0}
 
 
+def test_who_look_around_do_so_one_after_another_and_ask_the_nearest_first(start, monkeypatch):
+    job = start(**NODES).train()
+    asked, ask = [], ControlMesh._why_unreachable
+
+    async def noted(self, node, within_s):
+        asked.append((job.timeline.now, self._node, node))
+        return await ask(self, node, within_s)
+
+    monkeypatch.setattr(ControlMesh, "_why_unreachable", noted)
+    job.hold()
+    job.until(lambda: len({looker for _, looker, _ in asked}) == 4)
+    first = {looker: (now, node) for now, looker, node in reversed(asked)}
+    assert {looker: node for looker, (_, node) in first.items()} == {looker: looker - 1 for looker in range(5, 9)}
+    assert len({now for now, _ in first.values()}) == 4
+    job.end()
+    assert {*job.exits.values()} == {0}
+
+
 def test_two_that_have_no_link_find_out_that_they_cannot_reach_each_other(start):
     """Their processes hang, and nobody knows whose fault that is."""
     job = start(**NODES).train()
     job.hold()
     job.isolate({5}, {6})
     job.until(lambda: job.told(events.NodeLost))
-    assert {(6, api.LookAround((0, 1, 2, 3, 4, 5))), (5, api.LookAround((0, 1, 2, 3, 4)))} <= {*job.all(api.LookAround)}
+    assert {(6, api.LookAround((5, 4, 3, 2, 1, 0))), (5, api.LookAround((4, 3, 2, 1, 0)))} <= {*job.all(api.LookAround)}
     (lost,) = job.told(events.NodeLost)[0].lost
     assert lost in (5, 6) and "cannot reach each other" in " ".join(job.reasons.values())
     job.end()

@@ -583,7 +583,7 @@ def looks(controller: Controller, since: int, until: int, ask: bool = False) -> 
 
 
 def test_who_gets_no_further_looks_whom_it_can_reach_less_and_less_often():
-    assert looks(formed(2), 1, 45) == [(10, (0, 1)), (20, (0, 1)), (40, (0, 1))]
+    assert looks(formed(2), 1, 45) == [(10, (1, 0)), (20, (1, 0)), (40, (1, 0))]
     assert looks(formed(0), 1, 45) == [], "the larger of two looks"
     assert looks(formed(3), 1, 45) == [], "a spare trains with nobody"
 
@@ -592,6 +592,6 @@ def test_in_training_it_looks_when_it_is_asked_where_its_ranks_are():
     controller = formed(2)
     hear(controller, 0, Status(0, 1, training=True), 0.0)
     assert looks(controller, 1, 60) == [], "a step may take long"
-    assert looks(controller, 60, 130, ask=True) == [(60, (0, 1)), (120, (0, 1))]
+    assert looks(controller, 60, 130, ask=True) == [(60, (1, 0)), (120, (1, 0))]
     hear(controller, 0, Status(0, 2, training=True), 130.0)
-    assert looks(controller, 131, 142, ask=True) == [(135, (0, 1)), (140, (0, 1))], "a step begins the time anew"
+    assert looks(controller, 131, 142, ask=True) == [(135, (1, 0)), (140, (1, 0))], "a step begins the time anew"
