@@ -250,7 +250,7 @@ class StatFile:
         self._path, self._fd = f"/proc/{pid}/stat", -1
 
     def is_running(self) -> bool:
-        """Return whether `look` would find nothing to tell: neither the process's end nor a stop. Raises: OSError."""
+        """Return whether `look` would find nothing to tell: neither the process's end nor a stop."""
         try:
             if self._fd < 0:
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -459,9 +459,7 @@ class Processes:
     def _poll(self) -> None:
         # A timer and no task, and at whole multiples of POLL_S: where nothing happens this is most of what an agent
         # does, and most of that is to wake up, which those that share a process do together. The event loop's
-        # exception handler hears of a look that has failed.
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_at((loop.time() // POLL_S + 1) * POLL_S, self._poll)
+        # exception handler hears of a look that has failed, once: the agent ends by it.
         for pid, watched in list(self._watched.items()):
             if self._watched.get(pid) is not watched:
                 continue  # what was told of another has had it forgotten
@@ -477,6 +475,8 @@ class Processes:
                     self._said = True
                     said = "cannot look at the processes of this host: %s; it is tried again and not said again"
                     _log.warning(said, error)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at((loop.time() // POLL_S + 1) * POLL_S, self._poll)
 
     def _look(self, pid: int, watched: _Watched) -> None:
         status = look(pid)

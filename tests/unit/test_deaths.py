@@ -215,6 +215,29 @@ def test_a_watch_without_descriptors_looks_again_and_says_so_once(monkeypatch, c
     assert ["too many open files" in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_a_look_that_fails_otherwise_is_the_last_one(monkeypatch):
+    """The agent ends by it, and would say so again with each look."""
+
+    def look(pid):
+        raise OSError(errno.EIO, "a broken /proc")
+
+    async def scenario():
+        monkeypatch.setattr(proc.StatFile, "is_running", lambda self: False)
+        monkeypatch.setattr(proc, "look", look)
+        watching, loop = Processes("tag.", 1.0), asyncio.get_running_loop()
+        failed = []
+        loop.set_exception_handler(lambda loop, context: failed.append(context["exception"]))
+        watching.start()
+        look_to_come = watching._timer
+        watching.watch(1, lambda code: None, lambda seconds: None)
+        while not failed:
+            await asyncio.sleep(0.01)
+        assert watching._timer is look_to_come and len(failed) == 1
+        watching.close()
+
+    asyncio.run(scenario())
+
+
 TWO_THREADS = """
 import ctypes, sys, threading, time
 threading.Thread(target=time.sleep, args=(60,)).start()
