@@ -255,13 +255,15 @@ class Controller:
     def _look_around(self) -> None:
         """Find out which other hosts this one cannot reach, if nothing gets on: that may be why. Few have a link.
 
-        Of two hosts the larger looks, as it is the one that begins links; after a patience (half of one if the
+        Of two hosts the larger looks, as it is the one that begins links; after a patience (nearly half of one if the
         coordinator asks where ranks are), and whenever the time has doubled.
         """
         ctx = self._ctx
         since, looked_s = self._looked
         waited_s = ctx.awake - ctx.moved_at
-        first_s = ctx.timing.silent_after_s / (2 if ctx.training else 1)
+        first_s = ctx.timing.slow_after_s
+        if ctx.training:  # a step was committed here a little later than where it is asked, after 5 s at the least
+            first_s = first_s / 2 - ctx.timing.heartbeat_interval_s
         if waited_s >= (2 * looked_s if since == ctx.moved_at else first_s):
             self._looked = ctx.moved_at, waited_s
             others = [node for node in ctx.world.active if node < ctx.node and node not in ctx.suspects]

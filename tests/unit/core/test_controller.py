@@ -594,4 +594,4 @@ def test_in_training_it_looks_when_it_is_asked_where_its_ranks_are():
     assert looks(controller, 1, 60) == [], "a step may take long"
     assert looks(controller, 60, 130, ask=True) == [(60, (1, 0)), (120, (1, 0))]
     hear(controller, 0, Status(0, 2, training=True), 130.0)
-    assert looks(controller, 131, 142, ask=True) == [(135, (1, 0)), (140, (1, 0))], "a step begins the time anew"
+    assert looks(controller, 131, 142, ask=True) == [(134, (1, 0)), (138, (1, 0))], "a step begins the time anew"
