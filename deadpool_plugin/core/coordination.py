@@ -109,7 +109,8 @@ class Coordination:
         self._ready |= fresh
         self._finished.update(rank for rank in report.finished if rank in own)
         ctx.learn_checkpoint(report.checkpoint)
-        self._chain.learn([step for step in report.wanted if step > self._committed], report.passed)
+        wanted, passed = ([step for step in said if step > self._committed] for said in (report.wanted, report.passed))
+        self._chain.learn(wanted, passed)
         self._has_news = self._ledger.replace(sender, report.holdings) or self._has_news
         self._covers_anew = self._coverage.absorb(sender, report) or self._covers_anew
         if ctx.leads:
@@ -160,28 +161,35 @@ class Coordination:
                 self._committed, self._committed_at = step, ctx.now
                 self._stalls.committed(step, ctx.step_s)
                 ctx.emit(StepCommitted(step))
-                self._choose()
+                self._chain.forget_before(step)
+                self._set_pace()
             if self._ledger.unpaired > self._committed:
                 self._pairing.ask(f"what the ranks had issued by step {self._ledger.unpaired} does not pair")
         if self._covers_anew and self._committed >= self._floor and len(ctx.world.members) > 1:
             self._covers_anew = False
             self._say_protection()
+        self._choose()
         self._say(on_change_only=True)
         self._end_if_all_have()
 
-    def _choose(self) -> None:
-        """Choose the snapshot after the next one, by how many steps mirroring takes."""
-        ctx, chain = self._ctx, self._chain
-        chain.forget_before(self._committed)
+    def _set_pace(self) -> None:
+        """Set how far snapshots are apart, by how many steps mirroring takes."""
+        ctx = self._ctx
         if ctx.policy.mirror_every != AUTO or not ctx.chooses:
             return
         reports = [self._coverage.report_of(node) for node in ctx.world.active]
         most = min([ctx.policy.mirror_every_max, *(report.most for report in reports if report.most)])
         if self._pace.note(max(report.took_steps for report in reports), most):
             ctx.emit(MirroringPaced(self._pace.every, self._pace.steps))
-        following = chain.after(self._committed)
-        if following != NO_STEP and chain.after(following) == NO_STEP:
-            chain.learn([following + self._pace.every])
+
+    def _choose(self) -> None:
+        """Choose snapshots until two are known after the committed one: the next commit must say one after it."""
+        # Not at commits alone: a save adds one and a void takes one away, and with none left all ranks wait for ever.
+        ctx, chain = self._ctx, self._chain
+        if ctx.policy.mirror_every != AUTO or not ctx.chooses:
+            return
+        while len(known := chain.announced(self._committed)) < 2:
+            chain.learn([max((self._committed, *known, *chain.voided())) + self._pace.every])
 
     def _end_if_all_have(self) -> None:
         """End the job well once all scripts have ended, and after a swap what they have issued pairs."""

@@ -106,6 +106,26 @@ def test_a_step_that_a_save_waits_for_becomes_a_snapshot_or_is_void(every):
     assert not job.status.void
 
 
+def test_a_snapshot_that_is_void_after_the_commit_before_it_leaves_two_known():
+    """Else the commit of the one after it says none, and all ranks wait for ever."""
+    job = Job(AUTO)
+    for step in (0, 1, 2, 3, 4):
+        job.commit(step, 3.1)
+    following, last = job.status.snapshots
+    assert last - following == 4
+    wanted = following + 1
+    job.report(wanted=(wanted,))
+    job.commit(following, 3.1)
+    assert job.status.snapshots == (wanted, last), "two are known"
+    job.report(wanted=(wanted,), passed=(wanted,))
+    assert (job.status.snapshots, job.status.void) == ((last, last + 4), (wanted,))
+    assert job.of(api.Announce)[-1] == api.Announce((last, last + 4), (wanted,))
+    job.commit(last, 3.1)
+    assert (job.status.snapshots, job.status.void) == ((last + 4, last + 8), ())
+    job.report(passed=(wanted,))
+    assert not job.status.void, "that is settled"
+
+
 def test_who_leads_for_want_of_another_chooses_nothing():
     """Its coordinator is silent for it, which is not enough for a swap yet: that one may have chosen something else."""
     job = Job(AUTO, node=1)
