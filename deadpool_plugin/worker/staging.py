@@ -152,6 +152,8 @@ class Stager:
             before = self._link.wait_for_gate(step, is_cancelled)
             if before is not None:
                 took_steps = self._took_s(before) / step_s if step_s else 0.0
+                if self._taken and self._taken[-1][0] != before:  # that is void, and its slot is written over
+                    self._taken.pop()
                 self._taken.append((step, time.monotonic()))
                 self._copy(step, before)
                 scalars = state if is_snapshot else codec.encode(state)

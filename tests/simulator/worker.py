@@ -355,7 +355,7 @@ class Process:
         taken_at = next((at for taken, at in self._taken if taken == before), 0.0)
         took_steps = max(0.0, self._committed_at - taken_at) / step_s if taken_at and step_s else 0.0
         first = self._taken[-1][0] if self._taken else NO_STEP
-        self._taken = [*self._taken[-1:], (step, self.timeline.now)]
+        self._taken = [*(one for one in self._taken if one[0] == before), (step, self.timeline.now)]
         pair.invalidate(step, before)
         yield self._cluster.copy_s()
         pair.payload(step)[:] = state.payload

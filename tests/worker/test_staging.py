@@ -228,6 +228,7 @@ def test_a_rank_that_has_gone_on_from_a_step_says_so_once_and_what_is_void_is_ov
     step_to(stager, shard, 8)
     assert wire.said.get().step == 8
     assert stager._slots.open(4) is not None and stager._slots.open(6) is None, "step 4 is the newest committed one"
+    assert (stager.oldest, stager.newest) == (4, 8), "a swap may go back to step 4: its calls are needed"
 
 
 def test_a_process_that_restores_begins_the_chain_anew_and_forgets_what_was_offered():
@@ -240,7 +241,7 @@ def test_a_process_that_restores_begins_the_chain_anew_and_forgets_what_was_offe
     link._note(local.Committed(4, (5,)), [])
     assert wire.said.empty() and stager.oldest == 4
     step_to(stager, shard, 6)
-    assert [wire.said.get().step for _ in range(1)] == [5]
+    assert wire.said.get().step == 5
     link._note(local.Committed(5), [])
     assert wire.said.get().step == 6
 
