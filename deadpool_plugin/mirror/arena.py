@@ -172,8 +172,9 @@ class SlotPair:
         held = [self.step_in(slot) for slot in (0, 1)]
         if step in held:
             return held.index(step)
-        if self._writing[0] == step:
-            return self._writing[1]
+        written, slot = self._writing
+        if written == step and held[slot] == NO_STEP:  # else it was sealed, emptied, and then written by somebody else
+            return slot
         if keep >= 0 and keep in held:
             return 1 - held.index(keep)
         # What is newer is of a history that did not happen; of the rest the older one.

@@ -38,6 +38,23 @@ def test_two_slots_hold_two_steps() -> None:
     pair.close()
 
 
+def test_a_step_that_was_written_before_is_not_written_again_over_what_must_stay() -> None:
+    agents = SlotPair.create(5, 4096, PAYLOAD)
+    workers = SlotPair.attach(os.dup(agents.fd), 5, 4096, PAYLOAD)
+    for step in (4, 6):
+        agents.invalidate(step)
+        agents.seal(step, 0, "layout", b"")
+    workers.drop_newer(4)
+    workers.invalidate(5, keep=4)
+    workers.seal(5, 1, "layout", b"")
+    agents.invalidate(6, keep=5)
+    agents.payload(6)[:] = b"\x06" * PAYLOAD
+    agents.seal(6, 1, "layout", b"")
+    assert agents.open(5) is not None and agents.open(6) is not None and agents.open(4) is None
+    agents.close()
+    workers.close()
+
+
 def test_what_is_announced_is_seen_by_who_has_the_same_slots() -> None:
     agents = SlotPair.create(5, 4096, PAYLOAD)
     workers = SlotPair.attach(os.dup(agents.fd), 5, 4096, PAYLOAD)
