@@ -22,7 +22,7 @@ from . import codec
 from .iterators import IteratorTable, RewindIterator
 from .patching import Function
 
-CHECKED_STEPS = 2  # at the cuts of so many steps after a call its inputs are looked at
+CHECKED_STEPS = 2  # at the cuts of so many steps after a call its inputs are looked at, and before they are forgotten
 CALLS_MAX = 50_000  # between two cuts; a call costs some 5 KB without its inputs, which are kept too
 RECORDS_BYTES_MAX = 256 << 20  # between two cuts; whoever keeps a copy keeps those of three steps (mirror/records.py)
 RANDOM_STATES = "random states"  # the record of what the script itself drew after a call, before the next (`rng.drawn`)
@@ -127,6 +127,12 @@ class LoggedCall:
         for iterator, position in self.iterators:
             iterator.rewind(position)
 
+    def check(self) -> None:
+        """Raises: Unsupported if what it was given, or has read, is not what it was."""
+        self.call.check()
+        for (iterator, start), end in zip(self.iterators, self.ends, strict=True):
+            iterator.check(start, end)
+
 
 class CallLog:
     """Calls in the order the script made them, and the records of their results by segment."""
@@ -195,18 +201,23 @@ class CallLog:
 
         Raises: Unsupported if the rest is not what it was.
         """
-        self.step, self.oldest = step, max(self.oldest, oldest)
+        oldest = max(self.oldest, oldest)
+        for logged in self._given:  # the last look at what was not looked at lately
+            if logged.segment < oldest and not self._is_looked_at(logged.segment):
+                logged.check()
+        self.step, self.oldest = step, oldest
         self._bytes = self._drew_at = 0
-        self._calls = self.after_cut(self.oldest)
-        self._whole = {segment: blob for segment, blob in self._whole.items() if segment >= self.oldest}
-        self._given = [logged for logged in self._given if logged.segment >= self.oldest]
+        self._calls = self.after_cut(oldest)
+        self._whole = {segment: blob for segment, blob in self._whole.items() if segment >= oldest}
+        self._given = [logged for logged in self._given if logged.segment >= oldest]
         self.iterators.keep_only([start for logged in self._given for start in logged.iterators])
         for logged in self._given:  # so at the first cuts of a job, not in its first swap
-            if logged.segment < step - CHECKED_STEPS and logged.segment != self.oldest:
-                continue  # it was, and is again before it is forgotten: not at each of many cuts
-            logged.call.check()
-            for (iterator, start), end in zip(logged.iterators, logged.ends, strict=True):
-                iterator.check(start, end)
+            if self._is_looked_at(logged.segment):
+                logged.check()
+
+    def _is_looked_at(self, segment: int) -> bool:
+        """Return whether calls of `segment` were looked at in the newest cut: not all that are kept, if many are."""
+        return segment >= self.step - CHECKED_STEPS or segment == self.oldest
 
 
 @functools.lru_cache(256)

@@ -1,5 +1,6 @@
 """The call log keeps what a swap may go back by, and can do each call again from its entry state."""
 
+import itertools
 import random
 
 import pytest
@@ -86,6 +87,26 @@ def test_a_buffer_that_a_loader_uses_again_is_refused_at_the_cut_after_that():
     logged(log, 1, "forward", source=source)
     with pytest.raises(Unsupported, match=rf"a tensor of \[{LARGE}\] in a batch"):
         log.prune(2, 0)
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_what_a_call_has_read_is_looked_at_until_it_is_forgotten(every):
+    """Also if it is changed long after the call, by when it is not looked at in each cut."""
+    batch = torch.zeros(LARGE)
+
+    def make_steps(used, changed):
+        log, snapshots = CallLog(), [0]
+        for segment in range(3 * every + 1):
+            if segment == changed:
+                batch.zero_()
+            logged(log, segment, source=iter([batch]) if segment == used else None)
+            log.prune(segment + 1, snapshots[-2:][0])
+            if (segment + 1) % every == 0:
+                snapshots.append(segment + 1)
+
+    for used, changed in itertools.combinations(range(2 * every), 2):
+        with pytest.raises(Unsupported, match="in a batch that a training call had read"):
+            make_steps(used, changed)
 
 
 def test_what_the_script_reads_between_calls_may_change():
