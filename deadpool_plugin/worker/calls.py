@@ -24,7 +24,7 @@ from .patching import Function
 
 CHECKED_STEPS = 2  # at the cuts of so many steps after a call its inputs are looked at, and before they are forgotten
 CALLS_MAX = 50_000  # between two cuts; a call costs some 5 KB without its inputs, which are kept too
-RECORDS_BYTES_MAX = 256 << 20  # between two cuts; whoever keeps a copy keeps those of three steps (mirror/records.py)
+RECORDS_BYTES_MAX = 256 << 20  # between two snapshots: they travel together (transport/unix.py limits that to 1 GiB)
 RANDOM_STATES = "random states"  # the record of what the script itself drew after a call, before the next (`rng.drawn`)
 
 
@@ -144,7 +144,7 @@ class CallLog:
         self._given: list[LoggedCall] = []  # those of them that were given what the script could change
         self._records = defaultdict[int, list[bytes]](list)
         self._whole: dict[int, bytes] = {}  # those of segments that are over, each as one blob
-        self._bytes = 0  # of records since the last cut
+        self._bytes = 0  # of records since the newest snapshot
         self._drew_at = 0  # of these the one before which the script has drawn, if it has
 
     def add(self, logged: LoggedCall, outcome: Any, read: int = 0) -> codec.TooLarge | None:
@@ -171,7 +171,7 @@ class CallLog:
         else:
             record = codec.encode([logged.call.name, lacking or outcome, pulls, read])
         if not self._keep(len(records), record):
-            lacking = codec.TooLarge(f"results of more than {RECORDS_BYTES_MAX >> 20} MiB since the last step")
+            lacking = codec.TooLarge(f"results of more than {RECORDS_BYTES_MAX >> 20} MiB since the newest snapshot")
             records.append(codec.encode([logged.call.name, lacking, [], 0]))
         if logged.restore_entry is not None:
             self._drew_at = len(records)
@@ -196,9 +196,10 @@ class CallLog:
             self._whole[segment] = codec.joined(self._records.pop(segment, []))
         return self._whole[segment]
 
-    def prune(self, step: int, oldest: int) -> None:
+    def prune(self, step: int, oldest: int, snapshot: int | None = None) -> None:
         """Forget what no swap asks for after the cut of `step`: none goes back behind `oldest`.
 
+        Args: snapshot: the newest one, which takes the records before it along; None: that of `step`.
         Raises: Unsupported if the rest is not what it was.
         """
         oldest = max(self.oldest, oldest)
@@ -206,7 +207,8 @@ class CallLog:
             if logged.segment < oldest and not self._is_looked_at(logged.segment):
                 logged.check()
         self.step, self.oldest = step, oldest
-        self._bytes = self._drew_at = 0
+        unsent = range(step if snapshot is None else max(snapshot, oldest), step)
+        self._bytes, self._drew_at = sum(len(self.records(segment)) for segment in unsent), 0
         self._calls = self.after_cut(oldest)
         self._whole = {segment: blob for segment, blob in self._whole.items() if segment >= oldest}
         self._given = [logged for logged in self._given if logged.segment >= oldest]

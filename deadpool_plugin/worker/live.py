@@ -320,7 +320,7 @@ class Live:
     def _cut(self) -> None:
         step, self._step_is, oldest = self._log.step + 1, Activity.STEP, self._stager.oldest
         self.stage(step)
-        self._log.prune(step, oldest)
+        self._log.prune(step, oldest, self._stager.begun)
         if not self._link.chain.fixed and (step - self._first) % LOOK_AT_MEMORY_STEPS == KEPT_AFTER:
             self._limit_distance()
         flush()

@@ -125,6 +125,11 @@ class Stager:
         return self._taken[-1][0] if self._taken else NO_STEP
 
     @property
+    def begun(self) -> int:
+        """The newest step whose snapshot is taken or under way."""
+        return self._step if self._is_snapshot else self.newest
+
+    @property
     def oldest(self) -> int:
         """The oldest step that a slot holds, or is yet to be overwritten: no swap goes back behind it."""
         return self._taken[0][0] if self._taken else NO_STEP

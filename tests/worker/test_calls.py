@@ -70,6 +70,17 @@ def test_results_above_the_limit_are_not_recorded_and_nothing_after_them_until_t
     assert log.add(plain("f", 1), bytes(3000)) is None
 
 
+def test_records_since_a_snapshot_travel_together_and_are_limited_together(monkeypatch):
+    monkeypatch.setattr(calls, "RECORDS_BYTES_MAX", 5000)
+    log, lacking = CallLog(), []
+    for step in range(9):
+        lacking.append(log.add(plain("f", step), bytes(2000)))
+        snapshot = (step + 1) // 4 * 4
+        log.prune(step + 1, max(0, step // 4 * 4 - 4), snapshot)
+        assert sum(len(log.records(segment)) for segment in range(snapshot, step + 1)) <= 5000
+    assert [one is None for one in lacking] == [True, True, False, False, True, True, False, False, True]
+
+
 LARGE = COPIED_BYTES_MAX // 4 + 1
 
 
