@@ -261,12 +261,16 @@ class Agent:
         else:
             self._heard(peer.tag, peer, message)
 
+    async def _prepare(self, slot: Slot, peer: LocalPeer, profile: local.RankReady) -> None:
+        await self._mirroring.prepare(slot, peer, profile)
+        self._workers.tell_snapshots(peer)  # its chain begins with its arena, and others may be ahead, in a save
+
     def _heard(self, slot: Slot, peer: LocalPeer, message: local.LocalMessage) -> None:
         process = slot.of_peer(peer)
         match message:
             case local.RankReady():
                 self._workers.tell_imports(slot, message.modules)
-                self._tasks.start(self._mirroring.prepare(slot, peer, message))
+                self._tasks.start(self._prepare(slot, peer, message))
             case local.Staged():
                 self._mirroring.staged(message)
             case (

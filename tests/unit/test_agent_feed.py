@@ -27,6 +27,7 @@ from deadpool_plugin.core import api, local
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.types import World
 from deadpool_plugin.launch import agent as program
+from deadpool_plugin.transport.tasks import Tasks
 from deadpool_plugin.transport.unix import LocalPeer
 
 
@@ -85,6 +86,31 @@ def test_what_a_process_says_reaches_the_part_whose_duty_it_is(member, message, 
     setattr(agent, part, types.SimpleNamespace(**{method: lambda *arguments: heard.extend(arguments)}))
     agent._heard(slot, present(process.peer), message)
     assert heard[0] in (slot, process) and heard[-1] == message
+
+
+def test_a_rank_that_gets_its_arena_late_hears_of_the_snapshots_before_it(member):
+    """Its chain begins with the arena: what it was told before that is gone, and another rank's save waits."""
+    agent, told = member[0], list[Any]()
+    peer = cast(LocalPeer, types.SimpleNamespace(send=told.append))
+    slot = Slot(0, rank=3, process=Process(order=1, rank=3, rehearses=False, peer=peer))
+    agent._workers = Workers.__new__(Workers)
+    agent._workers._slots, agent._workers.committed = [slot], -1
+    agent._workers.announce((1, 2, 3), ())
+    handed_over, profile = local.ArenaHandOver(3, 4096, 64, 8, True), local.RankReady(3, 4096, 64, "", (3,), b"")
+
+    async def scenario():
+        async def prepare(slot, peer, profile):
+            await asyncio.sleep(0)
+            peer.send(handed_over)
+
+        agent._mirroring, agent._tasks = types.SimpleNamespace(prepare=prepare), Tasks()
+        agent._workers.tell_imports = lambda slot, modules: None
+        agent._heard(slot, peer, profile)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+    asyncio.run(scenario())
+    snapshots = local.Committed(-1, (1, 2, 3), ())
+    assert told == [snapshots, handed_over, snapshots]
 
 
 def test_what_a_process_says_of_a_swap_is_kept_with_it(member):
