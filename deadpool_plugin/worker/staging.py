@@ -26,7 +26,7 @@ from ..core.types import NO_STEP
 from ..errors import Unsupported, invariant, present
 from ..mirror.arena import SlotPair
 from ..transport import linux
-from . import codec
+from . import codec, copies
 from .link import AgentLink
 
 PIECE_BYTES = 8 << 20  # 0.2 ms of PCIe
@@ -152,6 +152,8 @@ class Stager:
             state = codec.encode(state)
             step_s = self._worked_s / max(1, self._worked_steps)
             self._worked_s, self._worked_steps = 0.0, 0
+        else:  # it is encoded later if at all, while the script goes on (a schedule changes its list of rates)
+            state = copies.structure(state)
 
         def write() -> None:
             before = self._link.wait_for_gate(step, is_cancelled)

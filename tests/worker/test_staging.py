@@ -211,6 +211,19 @@ def test_a_step_becomes_a_snapshot_with_the_state_of_its_cut_until_the_next_upda
     assert wire.said.get().step == 6, "who hears of it before its cut takes it there"
 
 
+def test_what_the_script_changes_after_a_cut_is_not_in_the_snapshot_of_it():
+    stager, link, wire, shard = rank_of(every=4)
+    step_to(stager, shard, 4)
+    assert wire.said.get().step == 4
+    stager.wait()
+    shard += 1
+    state = {"schedule": {"rates": [0.1]}}
+    stager.stage(5, 0, state, [b"5"])
+    state["schedule"]["rates"][0] = 0.2
+    link._note(local.Committed(4, (5,)), [])
+    assert wire.said.get().step == 5 and snapshot(stager, 5) == (5.0, {"schedule": {"rates": [0.1]}})
+
+
 def test_a_rank_that_has_gone_on_from_a_step_says_so_once_and_what_is_void_is_overwritten_next():
     stager, link, wire, shard = rank_of(every=4)
     step_to(stager, shard, 5)
