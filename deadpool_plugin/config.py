@@ -105,9 +105,9 @@ class Config(BaseModel):
     history_limit_mib: int = Field(default=256, ge=1)
     """MiB per rank for the call records of committed steps, from which a spare is brought to the current step. They are
     held compressed: a million steps of Megatron-LM, DeepSpeed or Hugging Face's Trainer take 30 to 100 MiB. Raise it
-    for loops whose calls return much. Hazard: once it is full the oldest are dropped (never the newest steps'),
-    and only spares that have followed so far can take over: no host that joins, no process that begins anew. It is said
-    at 80 % and then."""
+    for loops whose calls return much. Hazard: once it is full the oldest are dropped (never the newest 2 k +
+    1 steps', see mirror_every: 33 under auto), and only spares that have followed so far can take over: no host that
+    joins, no process that begins anew. It is said at 80 % and then."""
 
     park_memory_gib: float | None = Field(default=None, ge=0.0)
     """GiB of a spare's memory, in all, for processes that have rehearsed a host and wait. A spare rehearses one host
@@ -128,7 +128,9 @@ class Config(BaseModel):
     """How many steps snapshots are apart, or auto. 1: every step is mirrored, and training waits if that takes longer
     than a step. k: every k-th step is. auto: 1 as long as mirroring keeps up, else as many steps as it takes, up to 16;
     changes are said. Hazard: after a loss up to 2 k steps are done again, exactly; each rank keeps what the calls of so
-    many steps were given (batches), under auto in no more than a quarter of the memory that is free."""
+    many steps were given (batches), under auto in no more than a quarter of the memory that is free. A loader that uses
+    a buffer above 1 MiB again within 2 k steps is refused, under auto perhaps in the middle of the job, once k has
+    risen: with a ring of two or more such buffers, set 1."""
 
     racks: dict[str, list[str]] = Field(default_factory=dict)
     """Hosts that may fail together, by rack (or power feed, or zone): {a: [node0, node1], b: [node2, node3]}, by host

@@ -128,7 +128,7 @@ class Inputs(Kept):
             raise Unsupported(
                 f"an input of {shape} was changed in place after {self._user} had used it",
                 f"inputs above {COPIED_BYTES_MAX} bytes to stay as they are until two snapshots later",
-                "make a new tensor for each batch",
+                "make a new tensor for each batch; if it is kept for two steps at least, mirror_every: 1 will do",
             )
 
     def again(self) -> Any:

@@ -163,7 +163,8 @@ class RewindIterator:
                     f"a tensor of {shape} in a batch that a training call had read was changed in place",
                     f"tensors above {COPIED_BYTES_MAX} bytes that a loader gives to stay as they are until two "
                     "snapshots later",
-                    "make new tensors for each batch, and change copies of them",
+                    "make new tensors for each batch, and change copies of them; if a loader has two such buffers or "
+                    "more in turn, mirror_every: 1 will do",
                 )
 
     def forget_before(self, position: int) -> None:
