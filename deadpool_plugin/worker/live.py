@@ -350,8 +350,9 @@ class Live:
             self._is_limited = True
             each = sum(kept for _, kept in rooms) / steps / (1 << 20)
             text = (
-                f"rank {self._rank} keeps what its calls are given, {each:.1f} MiB a step: snapshots are at most "
-                f"{most} steps apart (mirror_every: auto), so that this takes no more than a quarter of the free memory"
+                f"rank {self._rank} keeps what its calls are given, {each:.1f} MiB a step: if mirroring is slow, "
+                f"snapshots come to be {most} steps apart at most (mirror_every: auto), so that this takes no more "
+                "than a quarter of the free memory"
             )
             self._link.event("Note", text=text)
 

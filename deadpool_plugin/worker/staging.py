@@ -1,8 +1,9 @@
 """From live tensors to a slot of the node's arena, behind the training step's back.
 
 Rules of this file: one thread copies; the shard does not change between the cut of a step and the next update, and the
-next update waits for the copy (never for the network). The gate: a slot is used again only once the snapshot in the
-other one is committed. A step that is no snapshot may become one until its next update begins (a save waits for it).
+next update waits for the copy, and until the next snapshot is known. The gate, which the copy waits for: a slot is used
+again only once the snapshot in the other one is committed. A step that is no snapshot may become one until its next
+update begins (a save waits for it).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .link import AgentLink
 
 PIECE_BYTES = 8 << 20  # 0.2 ms of PCIe
 COPY_BYTES = 64 << 10  # a smaller copy counts as this much: it has a cost of its own
-SLOW_S, SLOW_STEPS = 1.0, 5  # reported: steps in a row that each wait longer, and for more than half their time
+SLOW_S, SLOW_STEPS = 1.0, 5  # reported: snapshots in a row, each waited for longer, and more than half the time
 
 
 class Layout:
@@ -90,7 +91,7 @@ def _pieces(tensor: torch.Tensor, view: torch.Tensor) -> Iterable[tuple[torch.Te
 
 
 class Stager:
-    """Stages one step at a time on a thread of its own. All methods are the main thread's."""
+    """Stages one step at a time on a thread of its own. Thread: main; what is heard is the link's, with its lock."""
 
     def __init__(self, layout: Layout, changing: Sequence[torch.Tensor], slots: SlotPair, link: AgentLink) -> None:
         self._layout, self._slots, self._link = layout, slots, link
@@ -216,8 +217,9 @@ class Stager:
         self._slow_steps = self._slow_steps + 1 if waited_s > SLOW_S and 2 * waited_s > step_s else 0
         if self._slow_steps == SLOW_STEPS:  # its network, or the buddy's, is too slow for it
             text = (
-                f"training waits for mirroring: {waited_s:.1f} of {step_s:.1f} s of a step; the buddy must get "
-                "the changes of a step within the next one (is it the right network? see interface_address)"
+                f"training waits for mirroring: {waited_s:.1f} of {step_s:.1f} s from one snapshot to the next; the "
+                "buddy must get the changes of one before the next (is it the right network? see interface_address; "
+                "mirror_every: auto, or more steps, leaves more time)"
             )
             self._link.event("Note", text=text)
 

@@ -122,7 +122,7 @@ def test_training_that_waits_for_mirroring_is_said_once_and_short_waits_are_not(
     steps(1, 3.0, 2.0)
     assert said == [], "short; the smaller part of a step; not for long"
     steps(20, 1.0, 2.0)
-    assert len(said) == 1 and said[0].startswith("training waits for mirroring: 2.0 of 3.0 s of a step")
+    assert len(said) == 1 and said[0].startswith("training waits for mirroring: 2.0 of 3.0 s from one snapshot")
 
 
 def test_memory_that_is_given_back_is_free_and_filled_by_the_next_load():
