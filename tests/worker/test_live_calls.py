@@ -311,6 +311,7 @@ def test_the_one_wait_of_a_call_is_enough_for_its_record_its_loss_and_the_snapsh
     rank._adapter.state.scalars = lambda: {"norm": number}
     rank._context.tapes = Tapes()  # type: ignore[assignment]
     rank.groups.cut = lambda step: 0
+    rank._stager.newest = 0
     rank._stager.stage = lambda step, generation, state, *rest: staged.append(state)
     rank._cut = lambda: rank.stage(1)  # type: ignore[method-assign]
     costs = [_counted(lambda: rank.call(Told(number))) for _ in range(3)]
