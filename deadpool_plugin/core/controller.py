@@ -229,7 +229,7 @@ class Controller:
             return
         if event.silent and node in ctx.watch.silent:
             self._swaps.insist(node)
-        ctx.suspect(node, f"link lost: {event.reason}", event.silent)
+        ctx.suspect(node, event.reason, event.silent)
 
     def _ticked(self) -> None:
         ctx = self._ctx

@@ -228,7 +228,7 @@ class ControlMesh:
         if not self._is_wanted(peer):
             del self._channels[peer]
         elif was_aborted or peer not in self._addresses:
-            self._lose(peer, reason)
+            self._lose(peer, f"link lost: {reason}")
         elif not (self._connecting and peer > self._node):  # which dials again by itself
             self._renew(peer, channel, reason, 0.0 if had_s >= YOUNG_S else _RETRY_S)
 
@@ -261,7 +261,7 @@ class ControlMesh:
     # ---- links made again
 
     def keep(self, nodes: Iterable[NodeId]) -> None:
-        """Begins a link to each of `nodes` to which there is none, and is to be one."""
+        """Begins a link to each of `nodes` that may have one and has none."""
         for node in nodes:
             if node not in self._channels and node in self._addresses and self._is_wanted(node):
                 self._begin(node)
@@ -309,7 +309,7 @@ class ControlMesh:
         if channel.connection is not None and reason:
             _log.warning("the link to node %d had ended (%s) and was made again", peer, reason)
         elif channel.connection is None and self._is_wanted(peer):
-            self._lose(peer, f"{reason}; no new link: {why}" if reason else f"no link to it: {why}", silent)
+            self._lose(peer, f"link lost: {reason}; no new link: {why}" if reason else f"no link to it: {why}", silent)
 
     async def _ask_still(self, peer: NodeId, reason: str) -> None:
         """Says whenever `peer`, which was lost for its silence, gives no connection. One that refuses answers, too."""
@@ -384,7 +384,7 @@ class ControlMesh:
             async with looks:
                 why, silent = await self._why_unreachable(node, self._silent_after_s)
             if why and node not in self._channels and self._is_wanted(node):
-                self._lose(node, f"asked for a connection: {why}", silent)
+                self._lose(node, f"it was asked for a connection: {why}", silent)
 
         unlinked = [node for node in nodes if node not in self._channels and node in self._addresses]
         await asyncio.gather(*(look(node) for node in unlinked if self._is_wanted(node)))
