@@ -2,10 +2,9 @@
 
 Rules of this file: nothing is decided about the job here. The lowest living members have a link with everybody: who
 coordinates, and who would next. Other links are made when they are needed, so that a node's work does not grow with the
-job. A node id is never used twice. One newcomer arrives at a
-time, so that each is told of all before it and links to them (the others are asked to wait). Nothing here makes a
-member: that is the controller's, from the first JoinRequest on. A newcomer announces itself to the members in the order
-of their ids: two that want the same id meet at the first.
+job. A node id is never used twice. One newcomer arrives at a time, so that each is told of all before it and links to
+them (the others are asked to wait). Nothing here makes a member: that is the controller's, from the first JoinRequest
+on. A newcomer announces itself to the members in the order of their ids: two that want the same id meet at the first.
 """
 
 from __future__ import annotations

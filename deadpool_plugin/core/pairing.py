@@ -142,9 +142,8 @@ class Pairing:
         since = ctx.world.generation if proved else 0
         ctx.replaced = {rank: when for rank, when in ctx.replaced.items() if rank in own and when >= since}
         before = ctx.world.node_of or (-1,) * len(plan.world.node_of)
-        moved = compress(
-            range(len(before)), map(int.__ne__, before, plan.world.node_of)
-        )  # no loop of ours: there are many ranks
+        # No loop of ours: there are many ranks.
+        moved = compress(range(len(before)), map(int.__ne__, before, plan.world.node_of))
         # A process that ended after this node's promise is replaced although the plan does not say so.
         new = {*moved, *plan.lost_ranks, *self._processes.gone}
         ctx.unproven = (frozenset() if proved else ctx.unproven) | new
