@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deadpool_plugin.core import events
+from deadpool_plugin.core import events, local
 
 
 def committed(job):
@@ -61,6 +61,18 @@ def test_a_loss_while_a_save_waits(start, lost):
     assert job.plans[1].restore_step in (0, 3)
     job.end()
     assert {6, 9, 12, 15, 18} <= {*committed(job)}
+
+
+def test_a_snapshot_that_is_void_once_the_one_before_it_is_committed_stops_nobody(start):
+    job = start(steps=60, mirror_every=0, transfer=8.0, save_every=30)
+    known = lambda: job.context(0).chain.announced(job.committed)  # noqa: E731
+    job.until(lambda: job.committed > 0 and len(known()) == 3)  # a save's lies between those that were chosen
+    before, wanted, _ = known()
+    job.until(lambda: job.committed == before)
+    job.checkers.saves = lambda process, step: None  # what is void is saved all the same
+    job.feed(1, local.Passed(2, wanted, 0))
+    assert set(job.end().values()) == {0}
+    assert wanted not in committed(job) and not job.plans, "nobody has stalled"
 
 
 def test_training_does_not_wait_for_a_network_that_carries_a_tenth_of_what_a_step_needs(start):
