@@ -111,7 +111,7 @@ def test_a_command_that_fails_first_and_is_slow_then_brings_two_hosts(start, tmp
     cluster.finishes(lost=[1])
     assert cluster.attempts() == [1, 2], "the second host is a spare more"
     (failed,) = cluster.events(events.SpareCommandFailed)
-    assert failed.reason == "exit code 3; spare_command1.node0.log: no quota" and failed.retry_s == 4.0
+    assert failed.reason == "exit code 3; spare_command1.node0.log: no quota" and failed.retry_s == 10.0
     (done,) = cluster.events(events.SpareCommandDone)
     assert done.said == "asked for 2"
     said = cluster.output(0)

@@ -10,7 +10,7 @@ from deadpool_plugin.mirror.arena import SlotPair
 from simulator.campaign import outcomes
 from simulator.schedule import Ranges
 
-SEEDS_MAX = 40
+SEEDS_MAX = 80
 
 
 def without_the_gate(patch) -> None:

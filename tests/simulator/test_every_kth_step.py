@@ -76,14 +76,15 @@ def test_a_snapshot_that_is_void_once_the_one_before_it_is_committed_stops_nobod
 
 
 def test_training_does_not_wait_for_a_network_that_carries_a_tenth_of_what_a_step_needs(start):
-    """Time is simulated: nothing but the gate makes a step longer."""
+    """Time is simulated: nothing but the gate makes a step longer than the longest that is drawn."""
 
-    def step_s(**fields):
+    def steps_s(**fields):
         job, made = start(seed=3, steps=150, slots=1, compute_s=0.4, latency_s=0.002, **fields), dict[int, float]()
         seen = job.checkers.updated
         job.checkers.updated = lambda process: (made.setdefault(process.step, job.timeline.now), seen(process))
         job.end()
-        return (made[150] - made[60]) / 90
+        return [made[step + 1] - made[step] for step in range(60, 150)]
 
-    alone, waits, auto = step_s(transfer=0.0), step_s(transfer=10.0), step_s(transfer=10.0, mirror_every=0)
-    assert auto < 1.02 * alone and waits > 4 * alone
+    alone, waits, auto = steps_s(transfer=0.0), steps_s(transfer=10.0), steps_s(transfer=10.0, mirror_every=0)
+    assert max(auto) < 1.02 * max(alone) and sum(auto) < 1.05 * sum(alone), "but for the times that were drawn"
+    assert sum(waits) > 4 * sum(alone)

@@ -47,7 +47,7 @@ def go_behind(cluster: Cluster) -> int:
 
 
 def test_what_is_undone_is_said_and_done_again():
-    cluster = Cluster(scenario(7, fixed=QUIET))  # in one of five, a rank overwrites the older step before it is fenced
+    cluster = Cluster(scenario(8, fixed=QUIET))  # in one of five, a rank overwrites the older step before it is fenced
     with faked():
         undone = go_behind(cluster)
         while not cluster.plans:

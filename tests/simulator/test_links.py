@@ -58,13 +58,13 @@ def test_all_that_are_linked_with_everybody_are_lost_at_once(start):
 
 
 def test_all_that_are_linked_with_everybody_fall_silent_with_some_others(start):
-    """In three times a silence: those after the four are asked all at once, not each when it is turned to."""
+    """Those after the four are asked all at once, not each when it is turned to: a first link may take longer."""
     job = start(**NODES | {"active": 12, "spares": 7, "copies": 7}).train()
     began, silent = job.timeline.now, range(LOWEST + 3)
     for node in silent:
         job.strike("crash", node)
     job.until(lambda: len(job.newest_world.members) == 19 - len(silent))
-    assert job.timeline.now - began < 4 * job.timing.silent_after_s
+    assert job.timeline.now - began < 4 * job.timing.silent_after_s + job.timing.slow_after_s
     job.end()
     assert {code for node, code in job.exits.items() if node not in silent} == {0}
 
