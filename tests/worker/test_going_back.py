@@ -95,7 +95,7 @@ def test_snapshots_are_no_further_apart_than_memory_allows_for_what_calls_were_g
     assert rank._stager.most == most
     notes = [text for kind, text in rank.said if kind == "Note"]
     assert len(notes) == (most < 16)
-    assert all("32.0 MiB a step" in str(text) and f"at most {most} steps" in str(text) for text in notes)
+    assert all("32.0 MiB a step" in str(text) and f"{most} steps apart at most" in str(text) for text in notes)
 
 
 def test_what_is_kept_is_counted_until_it_is_forgotten():
