@@ -212,6 +212,11 @@ class Config(BaseModel):
         return self.history_limit_mib * MIB
 
     @property
+    def every_is_fixed(self) -> bool:
+        """Whether snapshots stay as far apart as they are at first."""
+        return self.mirror_every != "auto"
+
+    @property
     def begins_every(self) -> int:
         """How many steps the first snapshots of a job are apart."""
         return 1 if self.mirror_every == "auto" else self.mirror_every

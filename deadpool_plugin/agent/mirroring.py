@@ -87,7 +87,7 @@ class Mirroring:
         self.adopt(profile)
         self._push_recording(rank)
         config = self._node.config
-        peer.send(local.ArenaHandOver(*shape, config.begins_every, config.mirror_every != "auto"), [pair.fd])
+        peer.send(local.ArenaHandOver(*shape, config.begins_every, config.every_is_fixed), [pair.fd])
         node.feed(api.WorkerReady(rank))
 
     def adopt(self, profile: local.RankReady) -> None:
@@ -117,7 +117,7 @@ class Mirroring:
         self._store.history(rank).append(step, *message.records)
         before = self._store.before(rank, step)
         self._node.feed(api.SnapshotHeld(holding, generation, before, message.took_steps, message.most))
-        self._push_snapshot(rank, step, generation, message.records[-1])
+        self._push_snapshot(rank, step, generation, message.records[-1], before)
 
     def hold(self, rank: Rank, step: Step) -> None:
         """List the restore step that has come into own slots. Raises: StaleGeneration, TransportError."""
@@ -127,9 +127,10 @@ class Mirroring:
         """Send the restore step and the recording to the buddies after a swap (they say so if they hold them)."""
         records = self._store.history(rank).get(step, step)[0]
         holding = Holding(rank, step, True, self.profiles[rank].replicas, self._store.paired(rank, step))
-        self._node.feed(api.SnapshotHeld(holding, self._world.generation, self._store.before(rank, step)))
+        before = self._store.before(rank, step)
+        self._node.feed(api.SnapshotHeld(holding, self._world.generation, before))
         self._push_recording(rank)
-        self._push_snapshot(rank, step, self._world.generation, records)
+        self._push_snapshot(rank, step, self._world.generation, records, before)
 
     def committed(self, step: Step) -> None:
         """Release what is not held along this world's ring, and watch the memory for call records."""
@@ -175,10 +176,10 @@ class Mirroring:
         for buddy in self._buddies:
             self._tasks.start(push(buddy))
 
-    def _push_snapshot(self, rank: Rank, step: Step, generation: Generation, records: bytes) -> None:
+    def _push_snapshot(self, rank: Rank, step: Step, generation: Generation, records: bytes, before: Step) -> None:
         self._newest[rank], profile = step, self.profiles[rank]
         with_payload = needs_payload(self._world, rank, profile.replicas, self._copies)
-        shape, before = (profile.replicas, profile.layout_hash), self._store.before(rank, step)
+        shape = profile.replicas, profile.layout_hash
         push = SnapshotPush(rank, step, generation, with_payload, *shape, records, before)
         for buddy in self._buddies:
             self._tasks.start(self._push_snapshot_to(buddy, push))

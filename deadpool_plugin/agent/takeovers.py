@@ -81,7 +81,7 @@ class TakeOvers:
 
     def _join(self, plan: SwapPlan, slot: Slot) -> None:
         if slot.serving is not None:  # else its loss is said already
-            apart = plan.every, self._node.config.mirror_every != "auto"
+            apart = plan.every, self._node.config.every_is_fixed
             slot.serving.send(local.Join(plan.world.generation, plan.store, plan.restore_step, *apart))
             self._workers.tell_snapshots(slot.serving)  # if it has had to wait for its restore step
         self._mirroring.mirror_again(slot.rank, plan.restore_step)
@@ -125,7 +125,7 @@ class TakeOvers:
         if self._workers.paused:  # a process that has come to run a rank meanwhile stands still, too
             self._workers.pause()
         if (peer := slot.serving) is not None:  # else its connection has ended, and so will it
-            sizes, is_fixed = (pair.header_bytes, pair.payload_bytes), self._node.config.mirror_every != "auto"
+            sizes, is_fixed = (pair.header_bytes, pair.payload_bytes), self._node.config.every_is_fixed
             order = local.TakeOver(plan.world.generation, plan.store, step, *sizes, plan.every, is_fixed)
             peer.send(order, [pair.fd])
             self._workers.tell_committed(peer)  # said to the others while this one rehearsed

@@ -11,7 +11,7 @@ from support.hosts import host, local_node
 
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.core import api, local
-from deadpool_plugin.core.types import World
+from deadpool_plugin.core.types import NO_STEP, World
 from deadpool_plugin.errors import DeadpoolError, TransportError
 from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import CorruptSnapshot
@@ -42,7 +42,7 @@ def test_a_snapshot_that_cannot_be_read_here_is_no_fault_of_the_buddy(error: Dea
         mirroring.enter(World(0, (0, 1), ()))
         mirroring.profiles[0] = PROFILE
         for step in range(3, newest + 1):
-            mirroring._push_snapshot(0, step, 0, b"")
+            mirroring._push_snapshot(0, step, 0, b"", NO_STEP)
             await asyncio.sleep(0)
         await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
         return said
@@ -77,7 +77,7 @@ def pushed(error: DeadpoolError, enough: Callable[[list[api.Input], int], bool])
         mirroring = Mirroring(local_node(host(bulk=buddy), said.append, patience_s=0.05))
         mirroring.enter(World(0, (0, 1), ()))
         mirroring.profiles[0] = PROFILE
-        mirroring._push_snapshot(0, 3, 0, b"")
+        mirroring._push_snapshot(0, 3, 0, b"", NO_STEP)
         while not enough(said, buddy.attempts):
             await asyncio.sleep(0.01)
         heals.set()
