@@ -66,5 +66,4 @@ async def run_agent(listener: socket.socket) -> int:
 if __name__ == "__main__":
     # A forked agent has its parent's pages, and would copy them all.
     lock_memory()
-    gc.freeze()  # what was imported stays: collections need not look at it
     serve(int(sys.argv[1]))
