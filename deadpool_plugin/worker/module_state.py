@@ -23,6 +23,8 @@ from ..errors import WHOLE_STEP, Unsupported
 from .adapter import Scalars
 
 PLAIN = (bool, int, float, str, type(None))
+SIMPLE = frozenset(PLAIN)
+"""Exactly these types, for a look that costs little; a value of a class below them takes `isinstance`."""
 OF_TORCH = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
 ByModule = dict[int, Scalars]  # values by the number of their module, and their name
 

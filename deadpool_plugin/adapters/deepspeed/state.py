@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Scalars
-from ...worker.module_state import PLAIN, Buffers, Values, is_plain
+from ...worker.module_state import PLAIN, SIMPLE, Buffers, Values, is_plain
 from ..common import REMEDY, memory_of
 from .optimizer import Adam, Frozen, LastingGradients
 
@@ -310,8 +310,6 @@ def _clear_caches(owner: type) -> None:
 
 # ---- plain values of small objects with state: engines' counters, schedules, loss scalers
 
-_SIMPLE = frozenset({bool, int, float, str, type(None)})
-
 
 def _some(owner: Any, names: Sequence[str]) -> Scalars:
     return {name: vars(owner)[name] for name in names if name in vars(owner)}
@@ -321,9 +319,9 @@ def plain_state(owner: Any) -> list[Scalars]:
     """Copy the plain values of a schedule or scaler, and of all parts it consists of."""
     return [
         {
-            name: value if type(value) in _SIMPLE else copy.deepcopy(value)
+            name: value if type(value) in SIMPLE else copy.deepcopy(value)
             for name, value in vars(one).items()
-            if type(value) in _SIMPLE or _is_plain(value)
+            if type(value) in SIMPLE or _is_plain(value)
         }
         for one in _members(owner)
     ]
@@ -358,7 +356,7 @@ def _members(owner: Any) -> list[Any]:
     """Return `owner`, if there is one, and all parts below it."""
     if owner is None:
         return []
-    values = [value for value in vars(owner).values() if type(value) not in _SIMPLE]  # at each call: few are left
+    values = [value for value in vars(owner).values() if type(value) not in SIMPLE]  # at each call: few are left
     parts = [part for value in values for part in _parts(value)]
     return [owner, *(below for part in parts for below in _members(part))]
 
@@ -366,7 +364,7 @@ def _members(owner: Any) -> list[Any]:
 def _parts(value: Any) -> list[Any]:
     """Return the parts of a schedule that `value` is: other schedules, and functions that are objects with values."""
     parts = list(value) if isinstance(value, (list, tuple)) else [value]
-    if type(parts[0] if parts else None) in _SIMPLE:
+    if type(parts[0] if parts else None) in SIMPLE:
         return []
     return parts if all(map(_is_part, parts)) else []
 

@@ -20,6 +20,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from ...worker.adapter import Scalars
 from ...worker.calls import Call
+from ...worker.module_state import SIMPLE
 
 Entry = dict[str, Any]
 """The entries of one tracker: tensors of sums, the groups they are reduced over, flags."""
@@ -36,7 +37,6 @@ CONSUME = "consume_seqlen_stats_in_iteration"
 LENGTHS = ("_seqlen_stats_in_iteration", "_seqlen_stats_active")
 """Globals there: lengths of packed sequences, added up by forwards, reduced and cleared after the cut."""
 MACHINE = "megatron.core.rerun_state_machine"
-_IMMUTABLE = {bool, int, float, str, type(None)}
 MAXIMA = ("large_value_counts", "max_values")
 """Attributes of the rerun state machine: the largest values of a loss so far decide which ones it does not expect."""
 
@@ -72,7 +72,7 @@ def noted() -> dict[str, Entry]:
         if fields := {key: value for key, value in entry.items() if name != LOOP or key in LENGTHS}:
             found[name] = {
                 key: (False, value)
-                if type(value) in _IMMUTABLE
+                if type(value) in SIMPLE
                 else (True, names[value])
                 if isinstance(value, c10d.ProcessGroup)
                 else (False, _copied(value))
