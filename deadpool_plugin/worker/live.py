@@ -136,7 +136,7 @@ class Live:
         try:
             value = call()
         except Exception as error:
-            self._error = f"{call.name} raised {type(error).__name__}: {error}"
+            self._failed(call, error)
             raise
         finally:
             self._inside.is_entered = False
@@ -152,10 +152,9 @@ class Live:
 
     def collective(self, handle: Handle, operation: Operation) -> Any:
         """Issue a collective; outside any call it is a call of its own, done to the end before it returns."""
-        if self._inside.is_entered:
-            self._get_on()
-            return self._groups.issue(handle, operation)
         self._get_on()
+        if self._inside.is_entered:
+            return self._groups.issue(handle, operation)
         self._begin()
         given, written = operation.tensors(), operation.outputs()
         kept = Operation(*copies.replaced(operation, copies.copied))  # of a device in host memory after the call
@@ -245,10 +244,13 @@ class Live:
                 forget(change)
             except Exception as error:
                 if logged.call.kind is not CallKind.SAVE:  # which is redone, and told to who follows, as failed
-                    self._error = f"{logged.call.name} raised {type(error).__name__}: {error}"
+                    self._failed(logged.call, error)
                 raise
             self._swap()
             logged.rewind()
+
+    def _failed(self, call: Call, error: Exception) -> None:
+        self._error = f"{call.name} raised {type(error).__name__}: {error}"
 
     def _wait_for_gate(self) -> None:
         """Block until the shard may change: the newest snapshot is taken, for which all ranks made the step before."""
