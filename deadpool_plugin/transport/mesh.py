@@ -108,7 +108,7 @@ class ControlMesh:
     @property
     def linked(self) -> frozenset[NodeId]:
         """The nodes to which there is a link, or one that is being made again."""
-        return frozenset(self._links()) | self._attempts.keys() - self._gone
+        return frozenset(filter(self._is_linked, {*self._channels, *self._attempts}))
 
     @property
     def gone(self) -> frozenset[NodeId]:
