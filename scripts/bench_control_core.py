@@ -61,7 +61,7 @@ class Job:
         self._kinds = Counter[str]()
 
     def figures(self) -> dict[str, Any]:
-        """What was counted, of the coordinator, a member (the median of all) and everybody."""
+        """Return the counts of the coordinator, of a member (the median of all) and of everybody."""
         coordinator, *members = sorted(self._controllers)
         found: dict[str, Any] = {"kinds": dict(self._kinds.most_common())}
         for name, counts in (("sent", self._sent), ("sent_bytes", self._bytes), ("cpu_us", self._cpu_ns)):

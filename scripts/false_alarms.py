@@ -181,7 +181,7 @@ class Group:
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
-        """What is started meanwhile belongs to it, with all the memory that it takes."""
+        """Take in what is started meanwhile, with all the memory that it takes."""
         (self._path / "cgroup.procs").write_text(str(os.getpid()))
         try:
             yield
@@ -210,7 +210,7 @@ class Group:
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes compute meanwhile."""
+    """Let this many processes compute meanwhile."""
     pids, parent = [], os.getpid()
     for _ in range(count):
         if (pid := os.fork()) == 0:
@@ -302,7 +302,7 @@ class Runs:
     def _strike(self, cluster: NamespacedCluster, trial: Trial) -> None:
         hosts = list(self._network.hosts)
         struck = hosts if trial.host < 0 else [hosts[trial.host]]
-        # Of a path between two hosts that are both struck each end does half.
+        # Each end does half of a path between two hosts that are both struck.
         shares = 1 if trial.host >= 0 else 2
         loss = 100 * (1 - (1 - trial.strength / 100) ** (1 / shares)) if trial.kind == "loss" else 0.0
         delay_ms = trial.strength / shares if trial.kind == "delay" else 0.0

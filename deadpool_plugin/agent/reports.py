@@ -140,6 +140,10 @@ class Reports:
         self._writer.forward(f"[deadpool] {named(line, self.hosts)}\n".encode())
 
 
+def _each(every: int) -> str:
+    return "every step" if every == 1 else f"every {every}{_TH.get(every, 'th')} step"
+
+
 def sentence(event: events.Event) -> str:
     """Return the sentence for people, "" if there is none."""
     match event:
@@ -182,8 +186,7 @@ def sentence(event: events.Event) -> str:
             then = cure or (f"after {limit_s:.0f} s it counts as a hang" if limit_s >= 0 else "it may take for ever")
             return f"no progress for {waited_s:.0f} s since step {step}: {what}{at}; {then}"
         case events.MirroringPaced(every=every, steps=steps):
-            which = "every step" if every == 1 else f"every {every}{_TH.get(every, 'th')} step"
-            return f"mirroring takes {steps:.1f} steps: {which} is mirrored from now on"
+            return f"mirroring takes {steps:.1f} steps: {_each(every)} is mirrored from now on"
         case events.StepsUndone(first=first, last=last, reason=reason):
             which, are = (f"step {last}", "is") if first == last else (f"steps {first} to {last}", "are")
             return f"{which} had been committed and {are} done again: {reason}"

@@ -177,7 +177,7 @@ class SlotPair:
             return slot
         if keep >= 0 and keep in held:
             return 1 - held.index(keep)
-        # What is newer is of a history that did not happen; of the rest the older one.
+        # A newer one is of a history that did not happen; else the older one goes.
         worth = [(one != NO_STEP, one < step, one) for one in held]
         return worth.index(min(worth))
 

@@ -98,7 +98,7 @@ def tune(sock: socket.socket, silent_after_s: float) -> None:
     idle_s, every_s = max(1, int(silent_after_s / 2)), max(1, int(silent_after_s / 4))
     timeout_s = max(silent_after_s, idle_s + 2.5 * every_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Of a few small frames a lost one is sent again at a steady pace, not after 0.2, 0.6, 1.4 and 3 s.
+    # A lost one of a few small frames is sent again at a steady pace, not after 0.2, 0.6, 1.4 and 3 s.
     sock.setsockopt(socket.IPPROTO_TCP, _TCP_THIN_LINEAR_TIMEOUTS, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -102,7 +102,7 @@ class Stager:
         self._staged.set_result(None)
         self._step, self._is_snapshot = NO_STEP, True  # of the newest cut
         self._taken = deque[tuple[int, float]](maxlen=2)  # the snapshots in the slots, and when each was begun
-        # What may become a snapshot yet; and the newest step that cannot any more. Both with the link's lock.
+        # The cut that may become a snapshot yet; and the newest step that cannot any more. Both with the link's lock.
         self._offered: tuple[int, Callable[[], None]] | None = None
         self._gone_on = NO_STEP
         self.most = 0  # how many steps snapshots may be apart for this rank; 0: as many as for others

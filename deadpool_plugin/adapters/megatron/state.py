@@ -176,8 +176,8 @@ class Learned:
         # (`has_grad_norm_group`). A rank that lacks an answer its peers have would issue a collective that they do not.
         self._owners = [vars(optimizer) for optimizer in optimizers]
         self._first = [_plain_values(owner) for owner in self._owners]
-        # Of all attributes: while they are these, only those of `first` need be compared. Not so if there is another
-        # dictionary, whose content decides whether it is plain.
+        # The types of all attributes: while they are these, only those of `first` need be compared. Not so if another
+        # one is a dictionary, whose content decides whether it is plain.
         self._types = [
             None if any(type(one) is dict and name not in first for name, one in owner.items()) else _types(owner)
             for owner, first in zip(self._owners, self._first, strict=True)
