@@ -151,10 +151,19 @@ class Plan:
         self._file("poison", rank).touch()
 
     def takes_poison(self, rank: int) -> bool:
+        """Return whether `rank` is to fail here and now; `poisoned` counts it."""
         with contextlib.suppress(FileNotFoundError):
             self._file("poison", rank).unlink()
+            descriptor = os.open(self._file("poisoned", rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            os.write(descriptor, b".")
+            os.close(descriptor)
             return True
         return False
+
+    def poisoned(self, rank: int) -> int:
+        """How many times `rank` has taken poison."""
+        path = self._file("poisoned", rank)
+        return path.stat().st_size if path.exists() else 0
 
     # ---- holding a job at a step
 

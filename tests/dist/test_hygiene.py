@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from functools import reduce
@@ -40,8 +41,9 @@ def held(cluster):
 
 
 def kind_of(pid, fd):
+    """What the descriptor is open to: files of /proc are alike, whichever process they are of."""
     try:
-        return os.readlink(f"/proc/{pid}/fd/{fd}").partition(":")[0]
+        return re.sub("/proc/[0-9]+/", "/proc/PID/", os.readlink(f"/proc/{pid}/fd/{fd}").partition(":")[0])
     except FileNotFoundError:
         return "closed meanwhile"
 

@@ -199,12 +199,14 @@ def test_a_fork_writes_little_of_the_memory_that_the_processes_share(started, tm
         rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return next(int(row.split()[1]) for row in rows if row.startswith("Private_Dirty")) / 1024
 
-    agent, *_ = started(waits(tmp_path))
+    agent, pid, _ = started(waits(tmp_path))
     alone = []
     for number in range(1, 5):
         agent.send(local.RunRank(0, {}, number, True, True))
         until((tmp_path / str(number)).exists)
         alone.append(private_mib((tmp_path / "1").read_text().split()[0]))
+    agent.send(local.End(0))  # it ends the daemons, too
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert alone[-1] - alone[0] < 1.0, alone
 
 
