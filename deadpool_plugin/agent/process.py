@@ -30,7 +30,7 @@ from ..host.proc import described_exit
 from ..transport.flight_recorder import read_calls, read_place
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
-from ..transport.tasks import Tasks, begin, soon
+from ..transport.tasks import Tasks, begin, call_at_multiple, soon
 from ..transport.unix import LocalPeer, close_descriptors
 from .links import Links
 from .mirroring import Mirroring
@@ -217,7 +217,7 @@ class Agent:
             self._reports.say(said)
 
     def _tick(self) -> None:
-        self._ticking = self._loop.call_later(self._config.tick_s, self._tick)
+        self._ticking = call_at_multiple(self._loop, self._config.tick_s, self._tick)
         self.feed(api.Ticked())
         self._reports.await_ranks(self._controller.awaited, self._controller.world, self._loop.time())
 

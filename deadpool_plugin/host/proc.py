@@ -27,6 +27,7 @@ from typing import TypeVar
 import msgspec
 
 from ..transport.linux import await_end, die_with_parent, libc, pidfd_open
+from ..transport.tasks import call_at_multiple
 
 T = TypeVar("T")
 Program = Sequence[str] | Callable[[], object]
@@ -38,7 +39,7 @@ ROUNDS_MAX = 10
 EXEC_LOOKS_MAX = 500
 """A number, not a time: where the CPUs are busy this process looks less often, too."""
 EXEC_POLL_S = 0.001
-POLL_S = 0.03
+POLL_S = 0.025
 STAT_BYTES = 1024
 TAG = "DEADPOOL_TAG"
 """Environment variable every worker is started with: "<launcher pid>.<its start time>.<local rank>."."""
@@ -457,9 +458,9 @@ class Processes:
             self._timer.cancel()
 
     def _poll(self) -> None:
-        # A timer and no task, and at whole multiples of POLL_S: where nothing happens this is most of what an agent
-        # does, and most of that is to wake up, which those that share a process do together. The event loop's
-        # exception handler hears of a look that has failed, once: the agent ends by it.
+        # A timer and no task: where nothing happens to wake up is most of what an agent does, and with the default
+        # patience its ticks are due when this is. The event loop's exception handler hears of a look that has failed,
+        # once: the agent ends by it.
         for pid, watched in list(self._watched.items()):
             if self._watched.get(pid) is not watched:
                 continue  # what was told of another has had it forgotten
@@ -475,8 +476,7 @@ class Processes:
                     self._said = True
                     said = "cannot look at the processes of this host: %s; it is tried again and not said again"
                     _log.warning(said, error)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_at((loop.time() // POLL_S + 1) * POLL_S, self._poll)
+        self._timer = call_at_multiple(asyncio.get_running_loop(), POLL_S, self._poll)
 
     def _look(self, pid: int, watched: _Watched) -> None:
         status = look(pid)

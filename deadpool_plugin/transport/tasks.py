@@ -44,6 +44,15 @@ def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
+def call_at_multiple(
+    loop: asyncio.AbstractEventLoop, period_s: float, function: Callable[[], object]
+) -> asyncio.TimerHandle:
+    """Call `function` at the next whole multiple of `period_s`: what is due at one wakes the process up once."""
+    now = loop.time()
+    when = (now // period_s + 1) * period_s
+    return loop.call_at(when if when > now else when + period_s, function)  # a quotient may be rounded down
+
+
 def soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
     """Call `function` on the loop, unless that has ended. Thread: any."""
     with contextlib.suppress(RuntimeError):
