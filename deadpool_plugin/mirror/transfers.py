@@ -1,10 +1,10 @@
 """Transfers between the stores of this node and of others: what is pushed, what is asked, and the server of both.
 
-Rules of this file: connections are made on the event loop, what goes over them blocks threads. Pushes to one node take
-turns on one connection that is made anew when it breaks (one new attempt per push). A question has a connection and a
-thread of its own, so that a swap's fetch never queues behind mirroring. The server empties a slot before its first new
-byte, seals it after the last has been verified, and acknowledges after that. A refusal says why. A connection that
-broke its protocol is closed; its slot stays empty.
+Rules of this file: connections are made on the event loop, what goes over them blocks threads. Pushes to one node go
+over `LANES` connections side by side; those of one rank keep to one of them, and to their order. One that breaks is
+made anew (one new attempt per push). A question has a connection and a thread of its own, so that a swap's fetch never
+queues behind mirroring. The server empties a slot before its first new byte, seals it after the last has been verified,
+and acknowledges after that. A refusal says why. A connection that broke its protocol is closed; its slot stays empty.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ T = TypeVar("T")
 OnMirrored = Callable[[Holding, Generation], None]
 QUEUE_MAX = 256
 BROKEN_TOLD_MAX = 32  # connections that broke the protocol that are told of
+LANES = 4
+"""Connections for pushes to one node, at most: more of them than one fill a fast network, or the networks of a bond."""
 _THREADS = 16
 _JOIN_S = 5.0
 _log = logging.getLogger(__name__)
@@ -211,13 +213,20 @@ class SnapshotPush(msgspec.Struct, frozen=True):
     before: Step = -1  # the snapshot that is needed until this one is committed
 
 
+class _Lane:
+    """A connection that pushes use in turns."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.stream: BulkStream | None = None
+
+
 class _Peer:
-    """Another node's server, the connections to it, and the one of them that pushes use in turns."""
+    """Another node's server, the connections to it, and those of them that are for pushes."""
 
     def __init__(self, address: Address) -> None:
         self.address, self.closed = address, False
-        self.turn, self.waiting = asyncio.Lock(), 0
-        self.stream: BulkStream | None = None
+        self.lanes, self.waiting = [_Lane() for _ in range(LANES)], 0
         self.streams: set[BulkStream] = set()
         self.dials: set[asyncio.Timeout] = set()
 
@@ -232,9 +241,10 @@ class _Peer:
         for dial in self.dials:
             if not dial.expired():
                 dial.reschedule(0.0)
-        async with self.turn:  # after those that wait for theirs, which are answered with an error
-            if self.stream is not None:
-                self.release(self.stream)
+        for lane in self.lanes:
+            async with lane.turn:  # after those that wait for theirs, which are answered with an error
+                if lane.stream is not None:
+                    self.release(lane.stream)
 
 
 class BulkTransfers:
@@ -290,11 +300,11 @@ class BulkTransfers:
     # ---- pushes
 
     async def push(self, node: NodeId, push: SnapshotPush) -> None:
-        """Mirror an own snapshot at `node`, which has sealed it on return. Pushes to one node go in their order.
+        """Mirror an own snapshot at `node`, which has sealed it on return. Pushes of one rank go in their order.
 
         Raises: InAnotherGeneration, NotHeld, CorruptSnapshot, TransferFailed.
         """
-        await self._push(self._to(node), lambda stream: self._send_snapshot(stream, push))
+        await self._push(self._to(node), push.rank, lambda stream: self._send_snapshot(stream, push))
 
     async def push_recording(self, node: NodeId, rank: Rank, generation: Generation, recording: bytes) -> None:
         """Have `node` hold the recording of the rank's start-up collectives."""
@@ -303,30 +313,32 @@ class BulkTransfers:
             stream.send(wire.PushRecording(rank, generation, recording))
             stream.expect(wire.Done)
 
-        await self._push(self._to(node), send)
+        await self._push(self._to(node), rank, send)
 
-    async def _push(self, peer: _Peer, work: Callable[[BulkStream], None]) -> None:
+    async def _push(self, peer: _Peer, rank: Rank, work: Callable[[BulkStream], None]) -> None:
         if peer.waiting >= QUEUE_MAX:
             raise TransportError(f"{QUEUE_MAX} transfers to {peer.address} wait already")
 
+        lane = peer.lanes[rank % LANES]
+
         async def pushed() -> None:
             try:
-                async with peer.turn:
-                    await self._try_twice(peer, work)
+                async with lane.turn:
+                    await self._try_twice(peer, lane, work)
             finally:
                 peer.waiting -= 1
 
         peer.waiting += 1
         await asyncio.shield(begin(pushed()))
 
-    async def _try_twice(self, peer: _Peer, work: Callable[[BulkStream], None]) -> None:
+    async def _try_twice(self, peer: _Peer, lane: _Lane, work: Callable[[BulkStream], None]) -> None:
         """Do `work` over the connection, or over a new one if that fails: it may have been dead for long."""
         failure: DeadpoolError = ConnectionClosed(f"the connection to {peer.address} is closed")
         may_be_dead = True
         while may_be_dead and not peer.closed:
-            may_be_dead = peer.stream is not None
+            may_be_dead = lane.stream is not None
             try:
-                stream = peer.stream = peer.stream or await self._connect(peer)
+                stream = lane.stream = lane.stream or await self._connect(peer)
                 return await asyncio.get_running_loop().run_in_executor(self._pushing, work, stream)
             except DeadpoolError as error:
                 # One of our own comes before anything was sent, or with a Refusal: the connection is as good as before.
@@ -335,9 +347,9 @@ class BulkTransfers:
                 failure = error
             except Exception as error:  # the next job is another one
                 failure = TransferFailed(f"a transfer to {peer.address} failed here: {error!r}")
-            if peer.stream is not None:
-                peer.release(peer.stream)
-                peer.stream = None
+            if lane.stream is not None:
+                peer.release(lane.stream)
+                lane.stream = None
         raise failure
 
     def _send_snapshot(self, stream: BulkStream, push: SnapshotPush) -> None:

@@ -493,8 +493,9 @@ def test_a_snapshot_that_goes_away_while_it_is_sent_is_not_used(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b, _ = nodes
+    other = transfers.LANES  # over the same connection
     a.stage(0, 3)
-    a.stage(1, 3)
+    a.stage(other, 3)
     peer, original = a.peer(b), BulkStream.send_records
 
     def release(self: BulkStream, records: list[bytes]) -> None:
@@ -506,8 +507,8 @@ def test_a_snapshot_that_goes_away_while_it_is_sent_is_not_used(
         ok, reason = push(peer, 0, 3)
     assert not ok and "overwritten while it was read" in reason
     streams = peer.streams
-    assert push(peer, 1, 3)[0] and peer.streams == streams, "the connection is as good as before"
-    assert b.store.holdings() == (Holding(1, 3, True, (1,)),)
+    assert push(peer, other, 3)[0] and peer.streams == streams, "the connection is as good as before"
+    assert b.store.holdings() == (Holding(other, 3, True, (other,)),)
 
 
 def test_a_mirror_whose_bytes_changed_is_refused_and_no_holding_any_more(nodes: list[Node]) -> None:
@@ -623,24 +624,28 @@ def test_a_host_for_which_many_pushes_wait_is_lost_and_every_push_is_answered(no
 def test_a_transfer_goes_on_if_its_caller_is_cancelled_and_the_next_one_waits_for_it(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They share a connection."""
+    """They share a connection. What goes over another one does not wait."""
     a, b, _ = nodes
-    for rank in (0, 1):
+    other = 2 * transfers.LANES
+    for rank in (0, other, 1):
         a.stage(rank, 3)
     peer, original, busy, go_on = a.peer(b), BulkStream.send_records, threading.Event(), threading.Event()
 
     def slowly(self: BulkStream, records: list[bytes]) -> None:
-        busy.set()
-        assert go_on.wait(WAIT_S)
+        if records != [b"beside"]:
+            busy.set()
+            assert go_on.wait(WAIT_S)
         original(self, records)
 
     monkeypatch.setattr(BulkStream, "send_records", slowly)
     first = peer.push(SnapshotPush(0, 3, 0, True, (0,), "layout", b""))
     assert busy.wait(WAIT_S) and first.cancel()
-    second = peer.push(SnapshotPush(1, 3, 0, True, (1,), "layout", b""))
+    second = peer.push(SnapshotPush(other, 3, 0, True, (other,), "layout", b""))
+    peer.push(SnapshotPush(1, 3, 0, True, (1,), "layout", b"beside")).result(WAIT_S)
+    assert [held.rank for held in b.store.holdings()] == [1]
     go_on.set()
     second.result(WAIT_S)
-    assert [held.rank for held in b.store.holdings()] == [0, 1] and len(peer.streams) == 1
+    assert [held.rank for held in b.store.holdings()] == [0, 1, other] and len(peer.streams) == 2
 
 
 def test_a_server_that_came_back_is_found_again(nodes: list[Node]) -> None:
