@@ -124,7 +124,7 @@ class Ours:
         self._lanes = lanes
         config = Config().model_copy(update={"patience_s": PATIENCE_S})
         self._transfers = BulkTransfers(HERE, CREDENTIALS, store, "127.0.0.1", config)
-        self._transfers.know(BUDDY, address)
+        self._transfers.know(BUDDY, [address])
 
     async def once(self, step: int) -> None:
         """Mirror `step` of all ranks."""

@@ -179,7 +179,7 @@ class Attack:
         with self._dial() as sock:
             self._shake(sock, join_protocol.PURPOSE, join_protocol.GUEST)
             n, address = self._absurd(), ("127.0.0.1", self._absurd())
-            hello = Hello(n, "nobody", address, address, n, {}, "")
+            hello = Hello(n, "nobody", address, (address,), n, {}, "")
             body = msgspec.msgpack.encode(
                 self._draw.choice([join_protocol.Announce(hello), Status(n, n, True), [n], {"a": n}])
             )

@@ -78,11 +78,12 @@ class Links:
 
     async def listen(self) -> Hello:
         """Open both listeners. Returns: what the others must know of this node. Raises: DeadpoolError."""
-        node, address = self._node, self._node.host.where[1]
-        control = (address, (await self.mesh.listen())[1])
+        node, addresses = self._node, self._node.host.where[1:]
+        control = (addresses[0], (await self.mesh.listen())[1])
         self.address = f"{control[0]}:{control[1]}"
         self.how_to_join = f"to add a host: deadpool join --to {self.address}"
-        bulk = (address, node.host.bulk.serve(self._mirrored, self._refused))
+        port = node.host.bulk.serve(self._mirrored, self._refused)
+        bulk = tuple((address, port) for address in addresses)
         return Hello(
             node.id, node.host.name, control, bulk, node.place.local_size, versions(), node.config.digest(),
             os.urandom(8).hex(), node.job.launch,

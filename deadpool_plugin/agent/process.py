@@ -131,7 +131,8 @@ class Agent:
         self._workers.form(world)
         self.feed(api.WorldFormed(world))
         if node.id == 0:
-            lines = [*described(world, [f"{one.host} ({one.control[0]})" for one in hellos]), self._links.how_to_join]
+            hosts = [f"{one.host} ({', '.join(address for address, _ in one.bulk)})" for one in hellos]
+            lines = [*described(world, hosts), self._links.how_to_join]
             if config.spare_command is not None:
                 lines.append(described_supply(config))
             if self._reports.follows_another_job:

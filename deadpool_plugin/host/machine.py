@@ -57,6 +57,11 @@ _SETTLE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
+def addresses_of(said: str, found: Found | None = None) -> tuple[str, ...]:
+    """Find this host's addresses by `said`, one or several parted by commas. Raises: as `address_of`."""
+    return tuple(dict.fromkeys(address_of(part.strip(), found) for part in said.split(",")))
+
+
 def address_of(said: str, found: Found | None = None) -> str:
     """Find this host's address by `said`: the address, a network (10.1.0.0/16), or an interface's name (ib0).
 
@@ -84,14 +89,14 @@ def address_of(said: str, found: Found | None = None) -> str:
     return matching[0]
 
 
-async def reachable(config: Config, target: Address, timeout_s: float) -> tuple[str, str]:
-    """Return where to listen, and the address others use. `target`: what they must be reached by.
+async def reachable(config: Config, target: Address, timeout_s: float) -> tuple[str, ...]:
+    """Return where to listen, and the addresses that others use. `target`: what they must be reached by.
 
     Raises: ConfigError; TransportError if there is no way to `target` within `timeout_s`.
     """
     if config.interface_address is not None:
-        ours = address_of(config.interface_address)
-        return ours, ours
+        several = addresses_of(config.interface_address)
+        return (several[0] if len(several) == 1 else "", *several)
     deadline, said = loop_time() + timeout_s, False
     while True:  # a name that comes into being with its host (Kubernetes) may be unknown for a while
         try:
@@ -135,14 +140,15 @@ def addresses_here() -> Found:
 class Machine:
     """This host, for the agent of one node; made by the process's main thread.
 
-    Args: where: the interface to listen on ("" for all), and the address by which others reach this node. listener:
+    Args: where: the interface to listen on ("" for all), and the addresses by which others reach this node; only
+    snapshots go to others than the first. listener:
     the Unix socket of supervisors and workers. job_tag: what the environment tags of this node's workers begin with.
     """
 
     def __init__(
         self,
         node: NodeId,
-        where: tuple[str, str],
+        where: tuple[str, ...],
         config: Config,
         credentials: Credentials,
         listener: socket.socket,

@@ -15,7 +15,7 @@ from ..agent.links import versions
 from ..agent.world import Place, check_headroom, check_hosts
 from ..config import Config
 from ..errors import ConfigError, refusing
-from ..host.machine import address_of
+from ..host.machine import addresses_of
 from ..transport import linux
 
 OLDEST = {"torch": (2, 9), "megatron-core": (0, 14), "deepspeed": (0, 18)}  # that work; only torch must be there
@@ -76,7 +76,7 @@ def check_place(place: Place, config: Config) -> None:
 def check_host(config: Config) -> None:
     """Check this host's address, free memory and directories (made if they are absent). Raises: ConfigError."""
     if config.interface_address is not None:
-        address_of(config.interface_address)
+        addresses_of(config.interface_address)
     check_headroom(config)
     used = {"output_dir": config.output_dir} | ({} if config.witness is None else {"witness": config.witness})
     for field, path in used.items():

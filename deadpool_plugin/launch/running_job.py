@@ -219,7 +219,7 @@ def configured(job: FoundJob) -> Iterator[str]:
     # The job's, with the secret where it lies here, and without an address, which is another host's.
     told = {**yaml.safe_load(job.description.config), "secret_file": os.path.abspath(job.secret_file)}
     with contextlib.suppress(ValueError):
-        ipaddress.ip_address(told.get("interface_address") or "")
+        ipaddress.ip_address((told.get("interface_address") or "").split(",")[0].strip())
         del told["interface_address"]
     with job_files.installed(job_files.new_job(), yaml.safe_dump(told)) as folder:
         yield str(folder / job_files.CONFIG)

@@ -15,7 +15,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -214,21 +214,28 @@ class SnapshotPush(msgspec.Struct, frozen=True):
 
 
 class _Lane:
-    """A connection that pushes use in turns."""
+    """A connection that pushes use in turns. `at`: to which of the other node's addresses, one after the other."""
 
-    def __init__(self) -> None:
-        self.turn = asyncio.Lock()
+    def __init__(self, at: int) -> None:
+        self.at, self.turn = at, asyncio.Lock()
         self.stream: BulkStream | None = None
 
 
 class _Peer:
     """Another node's server, the connections to it, and those of them that are for pushes."""
 
-    def __init__(self, address: Address) -> None:
-        self.address, self.closed = address, False
-        self.lanes, self.waiting = [_Lane() for _ in range(LANES)], 0
+    def __init__(self, addresses: Sequence[Address]) -> None:
+        self._addresses, self.closed = addresses, False
+        self.lanes, self.waiting = [_Lane(number) for number in range(LANES)], 0
+        self.asked = 0
         self.streams: set[BulkStream] = set()
         self.dials: set[asyncio.Timeout] = set()
+
+    def address(self, at: int) -> Address:
+        return self._addresses[at % len(self._addresses)]
+
+    def __str__(self) -> str:
+        return " or ".join(f"{host}:{port}" for host, port in self._addresses)
 
     def release(self, stream: BulkStream) -> None:
         self.streams.discard(stream)
@@ -261,7 +268,7 @@ class BulkTransfers:
         self._bind, self._silent_after_s = (bind_host, config.port_range), config.slow_after_s
         self._pushing = ThreadPoolExecutor(_THREADS, "deadpool-push", wire.lower_priority)
         self._asking = ThreadPoolExecutor(_THREADS, "deadpool-ask")
-        self._addresses: dict[NodeId, Address] = {}
+        self._addresses: dict[NodeId, Sequence[Address]] = {}
         self._peers: dict[NodeId, _Peer] = {}
         self._server: BulkServer | None = None
 
@@ -274,22 +281,24 @@ class BulkTransfers:
         )  # fmt: skip
         return self._server.address[1]
 
-    def know(self, node: NodeId, address: Address) -> None:
-        """Use `address` for `node`, this one included: its own server answers."""
-        self._addresses[node] = address
+    def know(self, node: NodeId, addresses: Sequence[Address]) -> None:
+        """Use `addresses` for `node`, this one included (its own server answers): each for a part of all that goes
+        there, and the others where one fails."""
+        self._addresses[node] = addresses
 
     def _to(self, node: NodeId) -> _Peer:
         return self._peers.setdefault(node, _Peer(self._addresses[node]))
 
-    async def _connect(self, peer: _Peer) -> BulkStream:
+    async def _connect(self, peer: _Peer, at: int) -> BulkStream:
+        address = peer.address(at)
         try:
             async with asyncio.timeout(self._silent_after_s) as dial:
                 peer.dials.add(dial)
-                sock, _ = await dialled(peer.address, self._credentials, wire.PURPOSE, self._node)
+                sock, _ = await dialled(address, self._credentials, wire.PURPOSE, self._node)
             with closed_on_error(sock):
                 stream = BulkStream(sock, self._silent_after_s)
         except OSError as error:
-            raise ConnectionClosed(f"no bulk connection to {peer.address}: {error!r}") from error
+            raise ConnectionClosed(f"no bulk connection to {address}: {error!r}") from error
         finally:
             peer.dials.discard(dial)
         peer.streams.add(stream)
@@ -317,7 +326,7 @@ class BulkTransfers:
 
     async def _push(self, peer: _Peer, rank: Rank, work: Callable[[BulkStream], None]) -> None:
         if peer.waiting >= QUEUE_MAX:
-            raise TransportError(f"{QUEUE_MAX} transfers to {peer.address} wait already")
+            raise TransportError(f"{QUEUE_MAX} transfers to {peer} wait already")
 
         lane = peer.lanes[rank % LANES]
 
@@ -333,12 +342,12 @@ class BulkTransfers:
 
     async def _try_twice(self, peer: _Peer, lane: _Lane, work: Callable[[BulkStream], None]) -> None:
         """Do `work` over the connection, or over a new one if that fails: it may have been dead for long."""
-        failure: DeadpoolError = ConnectionClosed(f"the connection to {peer.address} is closed")
+        failure: DeadpoolError = ConnectionClosed(f"the connection to {peer} is closed")
         may_be_dead = True
         while may_be_dead and not peer.closed:
             may_be_dead = lane.stream is not None
             try:
-                stream = lane.stream = lane.stream or await self._connect(peer)
+                stream = lane.stream = lane.stream or await self._connect(peer, lane.at)
                 return await asyncio.get_running_loop().run_in_executor(self._pushing, work, stream)
             except DeadpoolError as error:
                 # One of our own comes before anything was sent, or with a Refusal: the connection is as good as before.
@@ -346,7 +355,8 @@ class BulkTransfers:
                     raise
                 failure = error
             except Exception as error:  # the next job is another one
-                failure = TransferFailed(f"a transfer to {peer.address} failed here: {error!r}")
+                failure = TransferFailed(f"a transfer to {peer} failed here: {error!r}")
+            lane.at += 1
             if lane.stream is not None:
                 peer.release(lane.stream)
                 lane.stream = None
@@ -383,7 +393,8 @@ class BulkTransfers:
 
         async def asked() -> T:
             peer = self._to(node)
-            stream = await self._connect(peer)
+            at, peer.asked = peer.asked, peer.asked + 1
+            stream = await self._connect(peer, at)
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._asking, work, stream)
             finally:

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import socket
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -39,7 +40,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     node: NodeId
     host: str
     control: Address
-    bulk: Address
+    bulk: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1)]
     local_size: Count
     versions: dict[str, str]
     config_digest: str

@@ -42,7 +42,7 @@ class Bodies:
         for node, body in enumerate(bulk):
             port = body.serve(lambda *told, node=node: self.heard[node].append(told), lambda error: None)  # type: ignore[misc]
             for other in bulk:
-                other.know(node, ("127.0.0.1", port))
+                other.know(node, [("127.0.0.1", port)])
 
     def stage(self, node: NodeId, rank: Rank, step: Step, generation: Generation = 0) -> None:
         """Make an own snapshot there, with records of its step."""

@@ -89,7 +89,7 @@ class Node:
 
     async def listen(self, digest: str = "d") -> Hello:
         control = await self.mesh.listen()
-        self.hello = Hello(self.node, f"host{self.node}", control, ("127.0.0.1", 1), 2, {"torch": "2"}, digest)
+        self.hello = Hello(self.node, f"host{self.node}", control, (("127.0.0.1", 1),), 2, {"torch": "2"}, digest)
         return self.hello
 
     async def arrive(self, *invitation: Hello, timeout_s: float = WAIT_S) -> Arrival:
@@ -344,7 +344,7 @@ def test_a_member_that_hangs_is_not_waited_for_once_it_is_taken_for_lost_until_i
     async def scenario() -> None:
         async with job(2) as members, newcomer(5) as host:
             with listen_tcp("127.0.0.1") as hung:
-                hello = Hello(4, "host4", hung.getsockname()[:2], ("127.0.0.1", 1), 2, {}, "d")
+                hello = Hello(4, "host4", hung.getsockname()[:2], (("127.0.0.1", 1),), 2, {}, "d")
                 for member in members:
                     member.links.know(hello)
                 members[0].links.missed |= {4}
@@ -371,7 +371,7 @@ def test_a_member_that_cannot_be_reached_is_named() -> None:
     async def scenario() -> None:
         async with job(2) as members, newcomer(5) as host:
             for member in members:
-                member.links.know(Hello(4, "host4", ("127.0.0.1", 1), ("127.0.0.1", 1), 2, {}, "d"))
+                member.links.know(Hello(4, "host4", ("127.0.0.1", 1), (("127.0.0.1", 1),), 2, {}, "d"))
             with pytest.raises(TransportError, match="could not link to node 4"):
                 await host.arrive(members[1].hello, timeout_s=1.0)
 
@@ -384,7 +384,7 @@ def test_a_host_that_finds_the_job_ended_is_told_at_once() -> None:
     async def scenario() -> None:
         async with job(2) as members, newcomer(5) as late, newcomer(6) as early, newcomer(7) as last:
             with listen_tcp("127.0.0.1") as silent:  # a member that hangs, or a host that was switched off
-                hello = Hello(4, "host4", silent.getsockname()[:2], ("127.0.0.1", 1), 2, {}, "d")
+                hello = Hello(4, "host4", silent.getsockname()[:2], (("127.0.0.1", 1),), 2, {}, "d")
                 assert isinstance(await early.mesh.visit(0, members[0].hello.control, early.hello, WAIT_S), Admitted)
                 await members[0].mesh.close(Goodbye(3, Verdict(3, 130, "ended by a person")))
                 assert isinstance((await soon(early.messages)), tuple)

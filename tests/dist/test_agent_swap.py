@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import psutil
 import pytest
 from dist.stub_cluster import StubCluster
 from support import expect, slow_but
@@ -51,9 +52,14 @@ def test_a_lost_node_is_replaced(tmp_path, victim, parks):
     log = events.log_of(tmp_path / "logs", 0)
     log.parent.mkdir()
     log.write_bytes(events.encode(events.make("Note", {"text": "of an earlier job"}, node=0, generation=0)))
-    cluster = StubCluster(tmp_path, 4, 2, *RUN, more=f"memory_headroom_gib: 0\npark_memory_gib: {parks}\n")
+    networks = "127.0.0.1", "127.0.0.2"
+    more = f"memory_headroom_gib: 0\npark_memory_gib: {parks}\ninterface_address: {','.join(networks)}\n"
+    cluster = StubCluster(tmp_path, 4, 2, *RUN, more=more)
     try:
         ready(cluster, hosts=3 if parks else 1)
+        agents = [psutil.Process(pid) for node in range(3) for pid in cluster.pids(node, "agent")]
+        links = [link for agent in agents for link in agent.net_connections("tcp") if link.raddr]
+        assert {*networks} == {link.raddr.ip.removeprefix("::ffff:") for link in links}, "snapshots go over both"
         cluster.kill_node(victim)
         finishes(cluster, lost=[victim])
         (planned,) = cluster.events(events.SwapPlanned)

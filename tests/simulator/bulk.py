@@ -8,7 +8,7 @@ are gone fails at once. A fence at the receiver cuts what older generations send
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Source, Step
@@ -51,7 +51,7 @@ class Bulk:
         self._mirrored = on_mirrored
         return 1
 
-    def know(self, node: NodeId, address: Address) -> None:
+    def know(self, node: NodeId, addresses: Sequence[Address]) -> None:
         self._known.add(node)
 
     def _at(self, node: NodeId) -> Node:

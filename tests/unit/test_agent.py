@@ -38,7 +38,7 @@ HOSTS = ["a.lan", "b.lan", "c.lan", "d.lan"]
 
 
 def hello(node, **change):
-    base = {"node": node, "host": HOSTS[node], "control": ("h", 1), "bulk": ("h", 2), "local_size": 2}
+    base = {"node": node, "host": HOSTS[node], "control": ("h", 1), "bulk": (("h", 2),), "local_size": 2}
     return Hello(**{**base, "versions": {"torch": "2.9"}, "config_digest": "x", **change})
 
 

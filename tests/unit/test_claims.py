@@ -54,7 +54,7 @@ def test_a_storage_that_is_not_there_raises(tmp_path):
 
 def test_every_start_is_a_job_of_its_own():
     def hello(nonce):
-        return Hello(0, "h", ("h", 1), ("h", 2), 1, {}, "x", nonce)
+        return Hello(0, "h", ("h", 1), (("h", 2),), 1, {}, "x", nonce)
 
     assert job_id([hello("a"), hello("b")]) != job_id([hello("a"), hello("c")])
 

@@ -35,7 +35,7 @@ MEMBERS_JOB = "0123456789abcdef"
 
 
 def hello(node=0, **changes):
-    made = Hello(node, f"host{node}", ("127.0.0.1", 1), ("127.0.0.1", 2), 2, versions(), Config().digest())
+    made = Hello(node, f"host{node}", ("127.0.0.1", 1), (("127.0.0.1", 2),), 2, versions(), Config().digest())
     return msgspec.structs.replace(made, **changes)
 
 

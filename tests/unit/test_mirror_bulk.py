@@ -49,7 +49,7 @@ class Peer:
         self._node, self.address = node, address
         config = Config().model_copy(update={"patience_s": silent_after_s})
         self.transfers = BulkTransfers(0, credentials, node.store, "127.0.0.1", config)
-        self.transfers.know(1, address)
+        self.transfers.know(1, [address])
 
     @property
     def streams(self) -> set[BulkStream]:
@@ -70,7 +70,7 @@ class Peer:
     def fetch(
         self, rank: int, step: int, payload_rank: int, into: SlotPair, payload_peer: "Peer", generation: int
     ) -> SnapshotHeader:
-        self.transfers.know(2, payload_peer.address)
+        self.transfers.know(2, [payload_peer.address])
         self._node.on_loop(self.transfers.fetch(Source(rank, 1, 2, payload_rank), step, into, generation))
         return present(into.open(step))
 
@@ -101,9 +101,9 @@ class Node:
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return self.begin(work).result(WAIT_S)
 
-    def serve(self, port_range: tuple[int, int] | None = None) -> None:
+    def serve(self, port_range: tuple[int, int] | None = None, host: str = "127.0.0.1") -> None:
         async def begin() -> BulkServer:
-            listener = listen_tcp("127.0.0.1", port_range)
+            listener = listen_tcp(host, port_range)
             mirrored, refused = self.mirrored.put, self.refused.put
             return BulkServer(self.store, listener, self.credentials, 0, WAIT_S, lambda *told: mirrored(told), refused)
 
@@ -648,6 +648,26 @@ def test_a_transfer_goes_on_if_its_caller_is_cancelled_and_the_next_one_waits_fo
     assert [held.rank for held in b.store.holdings()] == [0, 1, other] and len(peer.streams) == 2
 
 
+def test_snapshots_go_over_all_networks_and_over_the_others_where_one_is_down(nodes: list[Node]) -> None:
+    a, b, _ = nodes
+    b.on_loop(b.server.close())
+    b.serve(host="")
+    port, dead, peer = b.server.address[1], ("127.0.0.1", free_port()), a.peer(b)
+    peer.transfers.know(1, [("127.0.0.1", port), ("127.0.0.2", port), dead])
+    for rank in range(4):
+        a.stage(rank, 3)
+    assert push(peer, 0, 3)[0] and push(peer, 1, 3)[0]
+    assert {stream.address for stream in peer.streams} == {f"127.0.0.1:{port}", f"127.0.0.2:{port}"}
+    ok, reason = push(peer, 2, 3)
+    assert not ok and f"no bulk connection to {dead}" in reason
+    assert push(peer, 2, 3)[0] and push(peer, 3, 3)[0] and len(peer.streams) == 4
+    b.store.recordings[0] = b"recording"
+    assert peer.get_recording(0) == peer.get_recording(0) == b"recording"
+    with pytest.raises(TransportError, match=f"no bulk connection to .*{dead[1]}"):
+        peer.get_recording(0)
+    assert peer.get_recording(0) == b"recording"
+
+
 def test_a_server_that_came_back_is_found_again(nodes: list[Node]) -> None:
     port = free_port()
     a, b = nodes[0], Node((port, port))
@@ -689,7 +709,8 @@ def test_the_queue_is_bounded(nodes: list[Node], monkeypatch: pytest.MonkeyPatch
         patch.setattr(BulkStream, "expect", slowly)
         first = peer.push_recording(0, 0, b"")
         assert busy.wait(WAIT_S)
-        assert push(peer, 0, 3) == (False, f"1 transfers to {b.server.address} wait already")
+        where = "{}:{}".format(*b.server.address)
+        assert push(peer, 0, 3) == (False, f"1 transfers to {where} wait already")
         go_on.set()
         first.result(WAIT_S)
     a.stage(0, 3)

@@ -28,7 +28,7 @@ OURS, OTHERS = Credentials(b"secret"), Credentials(b"other")
 
 
 def hello(node: int) -> Hello:
-    return Hello(node, f"host{node}", ("127.0.0.1", 1), ("127.0.0.1", 2), 1, {}, "")
+    return Hello(node, f"host{node}", ("127.0.0.1", 1), (("127.0.0.1", 2),), 1, {}, "")
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

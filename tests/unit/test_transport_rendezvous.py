@@ -41,7 +41,7 @@ both_families = pytest.mark.skipif(not _has_both_families(), reason="this host h
 
 def hello(node: int, host: str = "") -> Hello:
     return Hello(
-        node, host or f"host{node}", ("127.0.0.1", 1000 + node), ("127.0.0.1", 2000 + node), 2, {"torch": "2"}, "d"
+        node, host or f"host{node}", ("127.0.0.1", 1000 + node), (("127.0.0.1", 2000 + node),), 2, {"torch": "2"}, "d"
     )
 
 
