@@ -32,7 +32,6 @@ RECORDS_BYTES_MAX = MESSAGE_BYTES_MAX // 2
 PURPOSE = "bulk"
 _PREFIX = struct.Struct("!4sIQ")  # magic, length of the message, its xxh3
 _MAGIC = b"DPms"
-_PIECE_BYTES = 16 * FRAME_BYTES  # what one system call sends or receives
 SLOWEST_BYTES_PER_S = 1 << 16  # a peer that sends or accepts less for longer than its patience holds a thread in vain
 _SUSPECT = "they are not used; if it happens again, suspect the network card or memory of either host"
 _NICE = 10
@@ -245,24 +244,24 @@ class BulkStream:
 
     def send_payload(self, view: memoryview, check: Callable[[Sums], None]) -> None:
         """Send a payload, and Sealed; or a Refusal, if `check` of its checksums raises, as this does then."""
-        sums: Sums = ()
-        for piece in _pieces(view):
-            sums += frame_sums(piece)
-            self._send_exact(piece, more=True)
+        sums = list[int]()
+        for frame in frames(view):  # one end computes the checksum of a frame while the other has the next one
+            sums.append(xxhash.xxh3_64_intdigest(frame))
+            self._send_exact(frame, more=True)
         try:
-            check(sums)
+            check(tuple(sums))
         except BaseException as error:
             self.send(Refusal(str(error)))
             raise
-        self.send(Sealed(sums))
+        self.send(Sealed(tuple(sums)))
 
     def recv_payload(self, view: memoryview, check: Callable[[], None]) -> Sums:
-        """Fill `view` with what `send_payload` sends; `check` may raise before each piece. Returns: its checksums."""
-        sums: Sums = ()
-        for piece in _pieces(view):
+        """Fill `view` with what `send_payload` sends; `check` may raise before each frame. Returns: its checksums."""
+        sums = list[int]()
+        for frame in frames(view):
             check()
-            self._recv_exact(piece)
-            sums += frame_sums(piece)
+            self._recv_exact(frame)
+            sums.append(xxhash.xxh3_64_intdigest(frame))
         sent = self.expect(Sealed).sums
         wrong = [frame for frame, pair in enumerate(zip_longest(sums, sent)) if pair[0] != pair[1]]
         if wrong:
@@ -270,7 +269,7 @@ class BulkStream:
                 f"{len(wrong)} of {len(sums)} frames from {self.address} fail their checksum, the first is {wrong[0]}",
                 remedy=_SUSPECT,
             )
-        return sums
+        return tuple(sums)
 
     def cut(self) -> None:
         """End whatever the connection's thread waits for."""
@@ -281,16 +280,11 @@ class BulkStream:
         self._sock.close()
 
 
-def frame_sums(payload: memoryview) -> Sums:
-    """Compute the checksums of a payload's frames. Blocks: about 0.05 s per GB."""
-    offsets = range(0, len(payload), FRAME_BYTES)
-    return tuple(xxhash.xxh3_64_intdigest(payload[offset : offset + FRAME_BYTES]) for offset in offsets)
-
-
 def how_many_fit(records: Sequence[bytes]) -> int:
     """Count the call records that go into one message, the first of them in any case."""
     return max(1, sum(size <= RECORDS_BYTES_MAX for size in accumulate(map(len, records))))
 
 
-def _pieces(view: memoryview) -> Iterator[memoryview]:
-    return (view[start : start + _PIECE_BYTES] for start in range(0, len(view), _PIECE_BYTES))
+def frames(view: memoryview) -> Iterator[memoryview]:
+    """Cut a payload into the parts that have a checksum each."""
+    return (view[start : start + FRAME_BYTES] for start in range(0, len(view), FRAME_BYTES))

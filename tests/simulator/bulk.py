@@ -11,13 +11,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Source, Step
 from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from deadpool_plugin.mirror.arena import SlotPair, Snapshot, goes_on
 from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import CorruptSnapshot, NotEntered
 from deadpool_plugin.mirror.transfers import SnapshotPush
-from deadpool_plugin.mirror.wire import InAnotherGeneration, RefusedByPeer, frame_sums
+from deadpool_plugin.mirror.wire import InAnotherGeneration, RefusedByPeer, frames
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.sockets import Address, Port
 
@@ -156,7 +158,7 @@ class Bulk:
         await self._cross(self._node, target, self._cluster.transfer_s(self._node.number, target.number))
         if not self._node.runs:
             raise ConnectionClosed("the other end is gone")
-        sums = frame_sums(sent.payload)
+        sums = tuple(map(xxhash.xxh3_64_intdigest, frames(sent.payload)))
         try:
             self._store.check_read(sent, sums)
         except (NotHeld, CorruptSnapshot) as error:
@@ -230,7 +232,7 @@ class Bulk:
             if not payload_at.runs:
                 raise ConnectionClosed("the other end is gone")
             sent = bytes(found.payload)
-            payload_at.store.check_read(found, frame_sums(found.payload))
+            payload_at.store.check_read(found, tuple(map(xxhash.xxh3_64_intdigest, frames(found.payload))))
             payloads.append(sent)
 
         await self._cross(self._node, payload_at)
