@@ -53,6 +53,9 @@ class ContactFile(msgspec.Struct, frozen=True):
     job: str
 
 
+_contact: msgspec.json.Decoder[ContactFile] = msgspec.json.Decoder(ContactFile)
+
+
 def contact_file(output_dir: Path, node: NodeId) -> Path:
     return output_dir / CONTACTS_FOLDER / f"{node}.json"
 
@@ -67,7 +70,7 @@ def withdraw(output_dir: Path, node: NodeId) -> None:
     """Remove this process's contact; one that another process has written in its place stays."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         path = contact_file(output_dir, node)
-        if msgspec.json.decode(path.read_bytes(), type=ContactFile).pid == os.getpid():
+        if _contact.decode(path.read_bytes()).pid == os.getpid():
             path.unlink()
 
 
@@ -76,7 +79,7 @@ def published(output_dir: Path) -> list[ContactFile]:
     found: list[tuple[float, ContactFile]] = []
     for path in (output_dir / CONTACTS_FOLDER).glob("[0-9]*.json"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            found.append((path.stat().st_mtime, msgspec.json.decode(path.read_bytes(), type=ContactFile)))
+            found.append((path.stat().st_mtime, _contact.decode(path.read_bytes())))
     return [contact for _, contact in sorted(found, key=lambda entry: -entry[0])]
 
 

@@ -355,6 +355,9 @@ class Cut(msgspec.Struct, frozen=True):
     output: int
 
 
+_cut: msgspec.json.Decoder[Cut] = msgspec.json.Decoder(Cut)  # made here: see mirror/wire.py
+
+
 def cuts_of(folder: Path, node: int | str) -> tuple[Path, Path]:
     return folder / f"cuts.{node}.0.jsonl", folder / f"cuts.{node}.1.jsonl"
 
@@ -377,7 +380,7 @@ def _cuts(files: tuple[Path, Path], job: str, rank: Rank, step: Step) -> dict[St
     cuts: list[Cut] = []
     for line in b"".join(file.read_bytes() for file in files).splitlines():
         with contextlib.suppress(msgspec.DecodeError):  # cut off by a crash
-            cuts.append(msgspec.json.decode(line, type=Cut))
+            cuts.append(_cut.decode(line))
     first: dict[Step, int] = {}
     for cut in sorted(cuts, key=lambda cut: (cut.output, cut.step)):  # what a rank has printed here never gets less
         if (cut.job, cut.rank) == (job, rank) and cut.step >= step:

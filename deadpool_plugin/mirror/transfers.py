@@ -85,7 +85,7 @@ class BulkServer:
         wire.lower_priority()
         try:
             while not self._closing:
-                self._answer(stream, stream.recv(wire.AnyRequest, idle=True))
+                self._answer(stream, stream.recv(wire.requests, idle=True))
         except ConnectionClosed as error:
             _log.debug("%s", error)
         except (TransportError, OSError) as error:

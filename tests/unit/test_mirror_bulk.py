@@ -216,6 +216,17 @@ def test_a_push_is_verified_sealed_told_and_acknowledged(nodes: list[Node]) -> N
     assert push(peer, 0, 4)[0] and [held.step for held in b.store.holdings()] == [3, 4]
 
 
+def test_no_thread_makes_a_decoder(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that make the first ones of a type at once crash in msgspec 0.22."""
+    a, b, _ = nodes
+    made = list[Any]()
+    a.stage(0, 3)
+    peer = a.peer(b)
+    for name in ("Decoder", "decode"):
+        monkeypatch.setattr(msgspec.msgpack, name, lambda *kinds, **kind: made.append((kinds, kind)))
+    assert push(peer, 0, 3)[0] and peer.get_history(0, 3, 3) == [b"records 3"] and not made
+
+
 def test_only_the_header_travels_where_a_replica_holds_the_payload(nodes: list[Node]) -> None:
     a, b, _ = nodes
     a.stage(0, 2)
@@ -315,7 +326,7 @@ def test_a_fence_cuts_a_silent_sender_so_that_the_next_can_write(nodes: list[Nod
         a.stage(0, 3, generation=1)
         assert push(a.peer(b), 0, 3, generation=1) == (True, "")
         with pytest.raises(ConnectionClosed):
-            stale.recv(wire.AnyReply)
+            stale.recv(wire.replies)
     mirror = b.store._mirrored.get(0)
     assert mirror is not None and mirror.payload(3) == content(0, 3)
 
@@ -790,7 +801,7 @@ def test_a_message_has_its_time_however_its_bytes_come(monkeypatch: pytest.Monke
     monkeypatch.setattr(time, "monotonic", lambda: sock.now)
     with pytest.raises(TransportError, match="of 16 bytes|bytes in time"):
         if does == "sends":
-            stream.recv(wire.AnyRequest, idle=True)
+            stream.recv(wire.requests, idle=True)
         else:
             stream.send(wire.Refusal("x" * 1000))
     assert sock.now <= 20.0
