@@ -77,10 +77,11 @@ class Config(BaseModel):
 
     interface_address: str | None = None
     """The network to use, where hosts have several: a network (10.1.0.0/16), the name of an interface that every
-    host has (ib0), or this host's address. null: the address that reaches the first host. Several, parted by commas
-    (ib0,ib1): snapshots go over all of them, all else over the first. The chosen addresses are printed at the start.
-    The frameworks' own connections (gloo, NCCL) follow GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. Hazard: an address is
-    one host's; in a file that all hosts share only a network or a name makes sense."""
+    host has (ib0), or this host's address. null: the address that reaches the first host. Several networks, separated
+    by commas (ib0,ib1): the ranks' snapshots are spread over them, all else goes over the first. The chosen addresses
+    are printed at the start. The frameworks' own connections (gloo, NCCL) follow GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME. Hazard: an address is one host's; in a file that all hosts share only a network or a name makes
+    sense. Of several interfaces in one network a host sends over one only."""
 
     port_range: tuple[int, int] | None = None
     """First and last port (at least 4) for connections between the hosts' agents, e.g. [20000, 20099], for firewalls.

@@ -81,17 +81,16 @@ def paced(sock: socket.socket, mib_per_s: float) -> None:
 
 
 def buddy(told: Connection, payload_bytes: int) -> None:
-    """Serve as a host's agent does, and beside it take plain streams, until the other end of `told` is closed."""
+    """Serve as a host's agent does, and beside it take plain streams, until it is killed."""
 
     async def serve() -> None:
         store, sink = SnapshotStore(), socket.create_server(("127.0.0.1", 0))
         server = BulkServer(
-            store, listen_tcp("127.0.0.1", None), CREDENTIALS, BUDDY, PATIENCE_S, lambda *mirrored: None, print
+            store, [listen_tcp("127.0.0.1", None)], CREDENTIALS, BUDDY, PATIENCE_S, lambda *mirrored: None, print
         )
         threading.Thread(target=take_streams, args=(sink, payload_bytes), daemon=True).start()
-        told.send((server.address, sink.getsockname()))
-        await asyncio.to_thread(told.poll, None)
-        os._exit(0)
+        told.send((server.addresses[0], sink.getsockname()))
+        await asyncio.Event().wait()
 
     asyncio.run(serve())
 
@@ -123,7 +122,7 @@ class Ours:
     def __init__(self, store: SnapshotStore, address: tuple[str, int], lanes: int) -> None:
         self._lanes = lanes
         config = Config().model_copy(update={"patience_s": PATIENCE_S})
-        self._transfers = BulkTransfers(HERE, CREDENTIALS, store, "127.0.0.1", config)
+        self._transfers = BulkTransfers(HERE, CREDENTIALS, store, ["127.0.0.1"], config)
         self._transfers.know(BUDDY, [address])
 
     async def once(self, step: int) -> None:
@@ -207,11 +206,10 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     pace(args.pace)
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=buddy, args=(theirs, args.payload << 20))
+    process = multiprocessing.get_context("fork").Process(target=buddy, args=(theirs, args.payload << 20), daemon=True)
     process.start()
     assert process.pid is not None
     samples = asyncio.run(measured(args, ours.recv(), process.pid))
-    process.kill()
     rows = summary(samples, args.lanes)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     result = {"settings": settings, "machine": machine(), "load": os.getloadavg(), "summary": rows}

@@ -82,8 +82,7 @@ class Links:
         control = (addresses[0], (await self.mesh.listen())[1])
         self.address = f"{control[0]}:{control[1]}"
         self.how_to_join = f"to add a host: deadpool join --to {self.address}"
-        port = node.host.bulk.serve(self._mirrored, self._refused)
-        bulk = tuple((address, port) for address in addresses)
+        bulk = tuple(zip(addresses, node.host.bulk.serve(self._mirrored, self._refused), strict=True))
         return Hello(
             node.id, node.host.name, control, bulk, node.place.local_size, versions(), node.config.digest(),
             os.urandom(8).hex(), node.job.launch,

@@ -53,7 +53,8 @@ class ContactFile(msgspec.Struct, frozen=True):
     job: str
 
 
-_contact: msgspec.json.Decoder[ContactFile] = msgspec.json.Decoder(ContactFile)
+_contact: msgspec.json.Decoder[ContactFile] = msgspec.json.Decoder(ContactFile)  # made here: see mirror/wire.py
+_plan: msgspec.msgpack.Decoder[SwapPlan] = msgspec.msgpack.Decoder(SwapPlan)
 
 
 def contact_file(output_dir: Path, node: NodeId) -> Path:
@@ -99,11 +100,11 @@ class SharedFolder:
         """Return the plan that the folder has for this job and generation from now on: `plan`, unless there was one."""
         path = self._directory / f"{job}.{plan.world.generation}"
         put_once(path, msgspec.msgpack.encode(plan))
-        return msgspec.msgpack.decode(path.read_bytes(), type=SwapPlan)
+        return _plan.decode(path.read_bytes())
 
     def look(self, job: str, generation: Generation) -> SwapPlan | None:
         with contextlib.suppress(FileNotFoundError):
-            return msgspec.msgpack.decode((self._directory / f"{job}.{generation}").read_bytes(), type=SwapPlan)
+            return _plan.decode((self._directory / f"{job}.{generation}").read_bytes())
         return None
 
     def share(self, job: str) -> None:

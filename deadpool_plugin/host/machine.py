@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 def addresses_of(said: str, found: Found | None = None) -> tuple[str, ...]:
-    """Find this host's addresses by `said`, one or several parted by commas. Raises: as `address_of`."""
+    """Find this host's addresses by `said`, one or several separated by commas. Raises: as `address_of`."""
     return tuple(dict.fromkeys(address_of(part.strip(), found) for part in said.split(",")))
 
 
@@ -96,7 +96,7 @@ async def reachable(config: Config, target: Address, timeout_s: float) -> tuple[
     """
     if config.interface_address is not None:
         several = addresses_of(config.interface_address)
-        return (several[0] if len(several) == 1 else "", *several)
+        return several[0], *several
     deadline, said = loop_time() + timeout_s, False
     while True:  # a name that comes into being with its host (Kubernetes) may be unknown for a while
         try:
@@ -120,7 +120,7 @@ async def reachable(config: Config, target: Address, timeout_s: float) -> tuple[
 def other_network(ours: str, environ: Mapping[str, str], found: Found | None = None) -> str:
     """Warn if the frameworks use another interface than that of `ours`; "" if they were not told to."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        interface = environ.get(name, "").removeprefix("=")
+        interface = environ.get(name, "").removeprefix("=").split(",")[0].strip()
         theirs = [address for named, address in found or addresses_here() if interface and named == interface]
         if theirs and ours not in theirs:
             return (
@@ -140,9 +140,9 @@ def addresses_here() -> Found:
 class Machine:
     """This host, for the agent of one node; made by the process's main thread.
 
-    Args: where: the interface to listen on ("" for all), and the addresses by which others reach this node; only
-    snapshots go to others than the first. listener:
-    the Unix socket of supervisors and workers. job_tag: what the environment tags of this node's workers begin with.
+    Args: where: the interface to listen on ("" for all), and the addresses by which others reach this node; if there
+    are several, snapshots come to all of them, all else to the first. listener: the Unix socket of supervisors and
+    workers. job_tag: what the environment tags of this node's workers begin with.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Machine:
         self.processes = Processes(job_tag, config.slow_after_s)
         self.processes.start()
         self.store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes, config.history_kept)
-        self.bulk = BulkTransfers(node, credentials, self.store, where[0], config)
+        self.bulk = BulkTransfers(node, credentials, self.store, where[1:] if len(where) > 2 else where[:1], config)
         self.witness = SharedFolder(config.witness) if config.witness is not None else None
         self._commands: set[int] = set()
         self._memory = ThreadPoolExecutor(thread_name_prefix="deadpool-memory")

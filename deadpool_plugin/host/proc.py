@@ -458,9 +458,9 @@ class Processes:
             self._timer.cancel()
 
     def _poll(self) -> None:
-        # A timer and no task: where nothing happens to wake up is most of what an agent does, and with the default
-        # patience its ticks are due when this is. The event loop's exception handler hears of a look that has failed,
-        # once: the agent ends by it.
+        # A timer and no task: where nothing happens, an agent's main cost is to wake up; with the default patience its
+        # ticks are due at the same moment. The event loop's exception handler hears of a look that has failed, once:
+        # the agent ends by it.
         for pid, watched in list(self._watched.items()):
             if self._watched.get(pid) is not watched:
                 continue  # what was told of another has had it forgotten

@@ -218,9 +218,10 @@ def configured(job: FoundJob) -> Iterator[str]:
         return
     # The job's, with the secret where it lies here, and without an address, which is another host's.
     told = {**yaml.safe_load(job.description.config), "secret_file": os.path.abspath(job.secret_file)}
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address((told.get("interface_address") or "").split(",")[0].strip())
-        del told["interface_address"]
+    for part in (told.get("interface_address") or "").split(","):
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(part.strip())
+            told.pop("interface_address", None)
     with job_files.installed(job_files.new_job(), yaml.safe_dump(told)) as folder:
         yield str(folder / job_files.CONFIG)
 

@@ -15,6 +15,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -28,7 +29,7 @@ from ..errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from ..transport.framing import ConnectionClosed
 from ..transport.handshake import Credentials, Listener, dialled
 from ..transport.sockets import Address, Port, closed_on_error, listen_tcp
-from ..transport.tasks import Tasks, begin, soon
+from ..transport.tasks import Tasks, begin, loop_time, soon
 from . import wire
 from .arena import SlotPair, decode_header
 from .records import HistoryPruned, NotHeld
@@ -40,8 +41,10 @@ OnMirrored = Callable[[Holding, Generation], None]
 QUEUE_MAX = 256
 BROKEN_TOLD_MAX = 32  # connections that broke the protocol that are told of
 LANES = 4
-"""Connections for pushes to one node, at most: more of them than one fill a fast network, or the networks of a bond."""
-_THREADS = 16
+"""Connections for pushes to one node, at most: one alone fills no fast network, nor several."""
+AVOIDED_S = 60.0
+"""For so long an address that has failed is not used while others do."""
+_THREADS = 64  # at most: all lanes to all buddies, now and before a swap
 _JOIN_S = 5.0
 _log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class BulkServer:
     def __init__(
         self,
         store: SnapshotStore,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         credentials: Credentials,
         node: NodeId,
         silent_after_s: float,
@@ -64,9 +67,13 @@ class BulkServer:
         self._broken, self._closing = 0, False
         self._lock, self._tasks = threading.Lock(), Tasks()
         self._served: dict[BulkStream, threading.Thread] = {}
-        self._listener = Listener(listener, wire.PURPOSE, credentials, node, self._welcome, on_refused, silent_after_s)
-        self.address: Address = self._listener.address
-        self._tasks.start(self._listener.serve(self._tasks))
+        self._listeners = [
+            Listener(one, wire.PURPOSE, credentials, node, self._welcome, on_refused, silent_after_s)
+            for one in listeners
+        ]
+        self.addresses: list[Address] = [one.address for one in self._listeners]
+        for one in self._listeners:
+            self._tasks.start(one.serve(self._tasks))
         store.on_fence(self._cut_older)
 
     async def _welcome(self, sock: socket.socket, peer: NodeId) -> None:
@@ -187,7 +194,8 @@ class BulkServer:
         """End all connections, and wait a few seconds at most for their threads."""
         self._closing = True
         await self._tasks.end()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         with self._lock:
             served = dict(self._served)
         for stream in served:
@@ -214,31 +222,38 @@ class SnapshotPush(msgspec.Struct, frozen=True):
 
 
 class _Lane:
-    """A connection that pushes use in turns. `at`: to which of the other node's addresses, one after the other."""
+    """A connection that pushes use in turns."""
 
-    def __init__(self, at: int) -> None:
-        self.at, self.turn = at, asyncio.Lock()
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
         self.stream: BulkStream | None = None
 
 
 class _Peer:
     """Another node's server, the connections to it, and those of them that are for pushes."""
 
-    def __init__(self, addresses: Sequence[Address]) -> None:
-        self._addresses, self.closed = addresses, False
-        self.lanes, self.waiting = [_Lane(number) for number in range(LANES)], 0
-        self.asked = 0
-        self.streams: set[BulkStream] = set()
-        self.dials: set[asyncio.Timeout] = set()
-
-    def address(self, at: int) -> Address:
-        return self._addresses[at % len(self._addresses)]
+    def __init__(self, node: NodeId, addresses: Sequence[Address]) -> None:
+        self.node, self.addresses, self.closed = node, addresses, False
+        self.lanes, self.waiting = [_Lane() for _ in range(LANES)], 0
+        self.streams: dict[BulkStream, Address] = {}
+        self.dials: dict[asyncio.Timeout, Address] = {}
+        self._failed: dict[Address, float] = {}
 
     def __str__(self) -> str:
-        return " or ".join(f"{host}:{port}" for host, port in self._addresses)
+        return " or ".join(f"{host}:{port}" for host, port in self.addresses)
+
+    def address(self) -> Address:
+        """Choose for a new connection: the address with the fewest, of those that have not failed lately if any."""
+        forgiven = loop_time() - AVOIDED_S
+        good = [one for one in self.addresses if self._failed.get(one, forgiven) <= forgiven]
+        of_each = Counter([*self.streams.values(), *self.dials.values()])
+        return min(good, key=of_each.__getitem__) if good else min(self.addresses, key=self._failed.__getitem__)
+
+    def fails(self, address: Address) -> None:
+        self._failed[address] = loop_time()
 
     def release(self, stream: BulkStream) -> None:
-        self.streams.discard(stream)
+        self.streams.pop(stream, None)
         stream.close()
 
     async def close(self) -> None:
@@ -258,53 +273,61 @@ class BulkTransfers:
     """Transfers between the stores of this node and of others (the simulator has its own). Thread: the event loop's.
 
     What waits for another node raises TransportError if it does not answer, RefusedByPeer if it says no. Nothing is
-    tried again. What has begun goes on if its caller is cancelled. The server listens at `bind_host`.
+    tried again. What has begun goes on if its caller is cancelled. The server listens at each of `hosts`.
     """
 
     def __init__(
-        self, node: NodeId, credentials: Credentials, store: SnapshotStore, bind_host: str, config: Config
+        self, node: NodeId, credentials: Credentials, store: SnapshotStore, hosts: Sequence[str], config: Config
     ) -> None:
         self._node, self._credentials, self._store = node, credentials, store
-        self._bind, self._silent_after_s = (bind_host, config.port_range), config.slow_after_s
+        self._hosts, self._port_range, self._silent_after_s = hosts, config.port_range, config.slow_after_s
         self._pushing = ThreadPoolExecutor(_THREADS, "deadpool-push", wire.lower_priority)
         self._asking = ThreadPoolExecutor(_THREADS, "deadpool-ask")
         self._addresses: dict[NodeId, Sequence[Address]] = {}
         self._peers: dict[NodeId, _Peer] = {}
         self._server: BulkServer | None = None
 
-    def serve(self, on_mirrored: OnMirrored, on_refused: Callable[[PeerRefused], None]) -> Port:
-        """Let other nodes mirror and ask here, at the port that is returned. Raises: ConfigError."""
+    def serve(self, on_mirrored: OnMirrored, on_refused: Callable[[PeerRefused], None]) -> list[Port]:
+        """Let other nodes mirror and ask here. Returns: the port at each of `hosts`. Raises: ConfigError."""
         loop = asyncio.get_running_loop()
         self._server = BulkServer(
-            self._store, listen_tcp(*self._bind), self._credentials, self._node, self._silent_after_s,
-            lambda *mirrored: soon(loop, on_mirrored, *mirrored), on_refused,
+            self._store, [listen_tcp(host, self._port_range) for host in self._hosts], self._credentials, self._node,
+            self._silent_after_s, lambda *mirrored: soon(loop, on_mirrored, *mirrored), on_refused,
         )  # fmt: skip
-        return self._server.address[1]
+        return [port for _, port in self._server.addresses]
 
     def know(self, node: NodeId, addresses: Sequence[Address]) -> None:
-        """Use `addresses` for `node`, this one included (its own server answers): each for a part of all that goes
-        there, and the others where one fails."""
+        """Spread what goes to `node` (this one included: its own server answers) over its `addresses`; where one fails,
+        use the others."""
         self._addresses[node] = addresses
 
     def _to(self, node: NodeId) -> _Peer:
-        return self._peers.setdefault(node, _Peer(self._addresses[node]))
+        return self._peers.setdefault(node, _Peer(node, self._addresses[node]))
 
-    async def _connect(self, peer: _Peer, at: int) -> BulkStream:
-        address = peer.address(at)
-        try:
-            async with asyncio.timeout(self._silent_after_s) as dial:
-                peer.dials.add(dial)
-                sock, _ = await dialled(address, self._credentials, wire.PURPOSE, self._node)
-            with closed_on_error(sock):
-                stream = BulkStream(sock, self._silent_after_s)
-        except OSError as error:
-            raise ConnectionClosed(f"no bulk connection to {address}: {error!r}") from error
-        finally:
-            peer.dials.discard(dial)
-        peer.streams.add(stream)
-        if peer.closed:
-            stream.cut()
-        return stream
+    async def _connect(self, peer: _Peer) -> BulkStream:
+        """Connect to one of the node's addresses, each of which has its part of the patience."""
+        failures = list[str]()
+        while len(failures) < len(peer.addresses) and not (failures and peer.closed):
+            address = peer.address()
+            try:
+                async with asyncio.timeout(self._silent_after_s / len(peer.addresses)) as dial:
+                    peer.dials[dial] = address
+                    sock, found = await dialled(address, self._credentials, wire.PURPOSE, self._node)
+                with closed_on_error(sock):
+                    if found != peer.node:
+                        raise ConnectionClosed(f"node {found} is where node {peer.node} was")
+                    stream = BulkStream(sock, self._silent_after_s)
+            except (OSError, ConnectionClosed) as error:
+                failures.append(f"no bulk connection to {address[0]}:{address[1]}: {error!r}")
+                peer.fails(address)
+                continue
+            finally:
+                peer.dials.pop(dial, None)
+            peer.streams[stream] = address
+            if peer.closed:
+                stream.cut()
+            return stream
+        raise ConnectionClosed("; ".join(failures))
 
     # ---- pushes
 
@@ -347,7 +370,7 @@ class BulkTransfers:
         while may_be_dead and not peer.closed:
             may_be_dead = lane.stream is not None
             try:
-                stream = lane.stream = lane.stream or await self._connect(peer, lane.at)
+                stream = lane.stream = lane.stream or await self._connect(peer)
                 return await asyncio.get_running_loop().run_in_executor(self._pushing, work, stream)
             except DeadpoolError as error:
                 # One of our own comes before anything was sent, or with a Refusal: the connection is as good as before.
@@ -356,8 +379,9 @@ class BulkTransfers:
                 failure = error
             except Exception as error:  # the next job is another one
                 failure = TransferFailed(f"a transfer to {peer} failed here: {error!r}")
-            lane.at += 1
             if lane.stream is not None:
+                if not may_be_dead:
+                    peer.fails(peer.streams[lane.stream])
                 peer.release(lane.stream)
                 lane.stream = None
         raise failure
@@ -393,10 +417,13 @@ class BulkTransfers:
 
         async def asked() -> T:
             peer = self._to(node)
-            at, peer.asked = peer.asked, peer.asked + 1
-            stream = await self._connect(peer, at)
+            stream = await self._connect(peer)
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._asking, work, stream)
+            except TransportError as error:
+                if not isinstance(error, wire.RefusedByPeer):
+                    peer.fails(peer.streams[stream])
+                raise
             finally:
                 peer.release(stream)
 

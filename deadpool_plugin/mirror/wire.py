@@ -1,8 +1,8 @@
 """The bulk connection: messages, each after its checksum, and payloads, before theirs.
 
 Rules of this file: blocking sockets with kernel time-outs (so that MSG_WAITALL receives straight into the arena). Both
-ends know how long a payload is, and nothing stands between its bytes: its checksums follow in Sealed (measured: with a
-prefix and a call for each frame it is an eighth more CPU time). After CorruptFrame a connection is of no more use.
+ends know how long a payload is, and nothing stands between its bytes: its checksums follow in Sealed. After
+CorruptFrame a connection is of no more use.
 """
 
 from __future__ import annotations

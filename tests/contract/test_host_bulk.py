@@ -21,7 +21,7 @@ from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Source
 from deadpool_plugin.errors import StaleGeneration, TransportError
 from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import CorruptSnapshot, SnapshotStore
-from deadpool_plugin.mirror.transfers import BulkTransfers, SnapshotPush
+from deadpool_plugin.mirror.transfers import LANES, BulkTransfers, SnapshotPush
 from deadpool_plugin.mirror.wire import InAnotherGeneration, RefusedByPeer
 from deadpool_plugin.transport.handshake import Credentials
 
@@ -40,7 +40,7 @@ class Bodies:
         self.bulk, self.stores, self.end = bulk, stores, end
         self.heard: list[list[Heard]] = [[] for _ in bulk]
         for node, body in enumerate(bulk):
-            port = body.serve(lambda *told, node=node: self.heard[node].append(told), lambda error: None)  # type: ignore[misc]
+            (port,) = body.serve(lambda *told, node=node: self.heard[node].append(told), lambda error: None)  # type: ignore[misc]
             for other in bulk:
                 other.know(node, [("127.0.0.1", port)])
 
@@ -87,7 +87,7 @@ def real() -> Iterator[Run]:
     async def whole(work: Work) -> None:
         stores = [SnapshotStore() for _ in range(NODES)]
         bulk = [
-            BulkTransfers(node, Credentials(b"secret"), store, "127.0.0.1", Config(patience_s=PATIENCE_S))
+            BulkTransfers(node, Credentials(b"secret"), store, ["127.0.0.1"], Config(patience_s=PATIENCE_S))
             for node, store in enumerate(stores)
         ]
         ended = set[NodeId]()
@@ -270,16 +270,16 @@ def test_a_payload_that_has_changed_is_not_sent_again(run):
     run(work)
 
 
-def test_pushes_to_one_node_go_in_their_order(run):
+def test_pushes_of_a_rank_to_one_node_go_in_their_order(run):
     async def work(bodies: Bodies) -> None:
         loop = asyncio.get_running_loop()
         for step in (3, 4):
             bodies.stage(0, 0, step)
-        bodies.stage(0, 1, 3)
-        pushes = [loop.create_task(bodies.push(0, 1, rank, step)) for rank, step in ((0, 3), (1, 3), (0, 4))]
+        bodies.stage(0, LANES, 3)  # it has the same connection
+        pushes = [loop.create_task(bodies.push(0, 1, rank, step)) for rank, step in ((0, 3), (LANES, 3), (0, 4))]
         for one in pushes:
             await one
-        assert [(held.rank, held.step) for held, _ in bodies.heard[1]] == [(0, 3), (1, 3), (0, 4)]
+        assert [(held.rank, held.step) for held, _ in bodies.heard[1]] == [(0, 3), (LANES, 3), (0, 4)]
 
     run(work)
 

@@ -41,7 +41,7 @@ def held(cluster):
 
 
 def kind_of(pid, fd):
-    """What the descriptor is open to: files of /proc are alike, whichever process they are of."""
+    """Name what the descriptor is open to; files of /proc are alike, whichever process they are of."""
     try:
         return re.sub("/proc/[0-9]+/", "/proc/PID/", os.readlink(f"/proc/{pid}/fd/{fd}").partition(":")[0])
     except FileNotFoundError:

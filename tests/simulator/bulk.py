@@ -1,8 +1,9 @@
 """Bulk transfers between simulated hosts: the contract of mirror/transfers.py.
 
-Rules of this file: pushes to one node go one after the other; questions do not queue behind them. A connection that
-carries nothing for the job's patience fails, as does one whose bytes fail their checksum; one to a node whose processes
-are gone fails at once. A fence at the receiver cuts what older generations send. What the other node refuses is final.
+Rules of this file: pushes of one rank to one node go one after the other; questions do not queue behind them. A
+connection that carries nothing for the job's patience fails, as does one whose bytes fail their checksum; one to a node
+whose processes are gone fails at once. A fence at the receiver cuts what older generations send. What the other node
+refuses is final.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, 
 from deadpool_plugin.mirror.arena import SlotPair, Snapshot, goes_on
 from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import CorruptSnapshot, NotEntered
-from deadpool_plugin.mirror.transfers import SnapshotPush
+from deadpool_plugin.mirror.transfers import LANES, SnapshotPush
 from deadpool_plugin.mirror.wire import InAnotherGeneration, RefusedByPeer, frames
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.sockets import Address, Port
@@ -45,13 +46,13 @@ class Bulk:
 
     def __init__(self, node: Node, store: Store) -> None:
         self._node, self._store, self._cluster = node, store, node.cluster
-        self._turns: dict[NodeId, asyncio.Lock] = {}
+        self._turns: dict[NodeId, list[asyncio.Lock]] = {}  # of lanes
         self._known: set[NodeId] = set()
         self._mirrored: Mirrored | None = None
 
-    def serve(self, on_mirrored: Mirrored, on_refused: Callable[[PeerRefused], None]) -> Port:
+    def serve(self, on_mirrored: Mirrored, on_refused: Callable[[PeerRefused], None]) -> list[Port]:
         self._mirrored = on_mirrored
-        return 1
+        return [1]
 
     def know(self, node: NodeId, addresses: Sequence[Address]) -> None:
         self._known.add(node)
@@ -60,6 +61,9 @@ class Bulk:
         if node not in self._known:
             raise KeyError(f"no address of node {node} is known to node {self._node.number}")
         return self._cluster.nodes[node]
+
+    def _turn(self, node: NodeId, rank: Rank) -> asyncio.Lock:
+        return self._turns.setdefault(node, [asyncio.Lock() for _ in range(LANES)])[rank % LANES]
 
     async def forget(self, nodes: tuple[NodeId, ...]) -> None:
         for node in nodes:
@@ -103,7 +107,7 @@ class Bulk:
 
     async def push(self, node: NodeId, push: SnapshotPush) -> None:
         target = self._at(node)
-        async with self._turns.setdefault(node, asyncio.Lock()):
+        async with self._turn(node, push.rank):
             self._store.check_generation(push.generation)
             snapshot = self._store.readable(push.rank, push.step, payload=push.with_payload)
             if snapshot.header.layout_hash != push.layout_hash:
@@ -185,7 +189,7 @@ class Bulk:
             await self._await_entry(target, generation)
             target.store.put_recording(rank, recording, generation)
 
-        async with self._turns.setdefault(node, asyncio.Lock()):
+        async with self._turn(node, rank):
             await self._cross(self._node, target)
             await self._answered(target, receive)
             await self._cross(target, self._node)

@@ -29,7 +29,7 @@ from deadpool_plugin.core.messages import AnyMessage, NodeFailed, RankFailed, Re
 from deadpool_plugin.core.types import Failure, World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
-from deadpool_plugin.host.machine import address_of, addresses_here
+from deadpool_plugin.host.machine import address_of, addresses_here, addresses_of
 from deadpool_plugin.host.output import LINE_BYTES_MAX, Lane, LineBuffer, LogFile, Pipe, Writer
 from deadpool_plugin.host.proc import Processes, described_exit
 from deadpool_plugin.transport.rendezvous import Hello
@@ -456,6 +456,9 @@ def test_which_address_of_this_host_is_meant():
             address_of(wrong, found)
     with pytest.raises(ConfigError, match="such as 10.1.0.0/16"):
         address_of("10.1.0.0/99", found)
+    assert addresses_of("ib0, fd00::/16,ib0,eth0", found) == ("10.1.7.9", "fd00::9", "192.168.3.4")
+    with pytest.raises(ConfigError, match="interface_address ib1 is no address of"):
+        addresses_of("ib0,ib1", found)
 
 
 def test_the_kernel_knows_this_hosts_addresses():

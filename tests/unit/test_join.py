@@ -296,7 +296,16 @@ def test_a_host_may_have_a_configuration_of_its_own(member, folder, said):
 
 
 @pytest.mark.parametrize(
-    ("interface", "ours"), [("10.1.0.7", None), ("fe80::7", None), ("10.1.0.0/16", "10.1.0.0/16"), ("ib0", "ib0")]
+    ("interface", "ours"),
+    [
+        ("10.1.0.7", None),
+        ("fe80::7", None),
+        ("10.1.0.0/16", "10.1.0.0/16"),
+        ("ib0", "ib0"),
+        ("ib0,ib1", "ib0,ib1"),
+        ("ib0, 10.1.0.7", None),
+        ("10.1.0.7,10.2.0.7", None),
+    ],
 )
 def test_an_address_is_another_hosts(folder, interface, ours):
     told = Config(interface_address=interface, patience_s=2.5)

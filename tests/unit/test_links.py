@@ -1,4 +1,4 @@
-"""agent/links.py, host/machine.py: how long hosts wait for each other, and what they call themselves."""
+"""agent/links.py, host/machine.py, transport/tasks.py: how long hosts wait for each other, what they call themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deadpool_plugin.host.machine import Machine, reachable
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
 from deadpool_plugin.transport.sockets import connected, listen_tcp
-from deadpool_plugin.transport.tasks import begin
+from deadpool_plugin.transport.tasks import begin, call_at_multiple
 
 
 class Met(Exception):
@@ -38,6 +38,15 @@ def test_little_patience_with_a_lost_host_is_not_little_with_one_that_starts(mon
     with pytest.raises(Met) as met:
         asyncio.run(links.meet(stand_in(Hello)))
     assert met.value.args == (waits_s,)
+
+
+@pytest.mark.parametrize("now", [0.0, 0.01, 5 * 0.025, 9 * 0.025])  # of which a quotient is rounded down
+def test_what_is_due_at_multiples_is_due_later_than_now(monkeypatch, now):
+    loop = asyncio.new_event_loop()
+    with contextlib.closing(loop), monkeypatch.context() as patch:
+        patch.setattr(loop, "time", lambda: now)
+        when = call_at_multiple(loop, 0.025, print).when()
+    assert now < when <= now + 0.025 + 1e-9 and abs(when / 0.025 - round(when / 0.025)) < 1e-9
 
 
 def looked_up(monkeypatch, fails, config=Config(), timeout_s=20.0):
@@ -69,6 +78,12 @@ def test_a_name_that_nobody_knows_is_asked_for_no_longer_than_hosts_wait_for_eac
 def test_an_address_this_host_does_not_have_is_said_at_once(monkeypatch):
     with pytest.raises(ConfigError, match="interface_address ib9 is no address of"):
         looked_up(monkeypatch, fails=2, config=Config(interface_address="ib9"))
+
+
+def test_of_several_networks_the_first_is_for_all_but_snapshots():
+    config = Config(interface_address="127.0.0.2,lo")
+    where = asyncio.run(reachable(config, ("first", 29500), 0.0))
+    assert where == ("127.0.0.2", "127.0.0.2", "127.0.0.1")
 
 
 @pytest.mark.parametrize(

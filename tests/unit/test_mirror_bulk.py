@@ -6,7 +6,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,33 +46,36 @@ T = TypeVar("T")
 class Peer:
     """Another node for the test's thread, as a node's transfers have it."""
 
-    def __init__(self, node: "Node", address: tuple[str, int], credentials: Credentials, silent_after_s: float) -> None:
-        self._node, self.address = node, address
+    def __init__(
+        self, node: "Node", number: int, address: tuple[str, int], credentials: Credentials, silent_after_s: float
+    ) -> None:
+        self._node, self.number, self.address = node, number, address
         config = Config().model_copy(update={"patience_s": silent_after_s})
-        self.transfers = BulkTransfers(0, credentials, node.store, "127.0.0.1", config)
-        self.transfers.know(1, [address])
+        self.transfers = BulkTransfers(0, credentials, node.store, ["127.0.0.1"], config)
+        self.transfers.know(number, [address])
 
     @property
     def streams(self) -> set[BulkStream]:
-        return set(self.transfers._peers[1].streams)
+        return set(self.transfers._peers[self.number].streams)
 
     def push(self, push: SnapshotPush) -> Future[None]:
-        return self._node.begin(self.transfers.push(1, push))
+        return self._node.begin(self.transfers.push(self.number, push))
 
     def push_recording(self, rank: int, generation: int, recording: bytes) -> Future[None]:
-        return self._node.begin(self.transfers.push_recording(1, rank, generation, recording))
+        return self._node.begin(self.transfers.push_recording(self.number, rank, generation, recording))
 
     def get_recording(self, rank: int) -> bytes:
-        return self._node.on_loop(self.transfers.get_recording(1, rank))
+        return self._node.on_loop(self.transfers.get_recording(self.number, rank))
 
     def get_history(self, rank: int, first: int, last: int) -> list[bytes]:
-        return self._node.on_loop(self.transfers.get_history(1, rank, first, last))
+        return self._node.on_loop(self.transfers.get_history(self.number, rank, first, last))
 
     def fetch(
         self, rank: int, step: int, payload_rank: int, into: SlotPair, payload_peer: "Peer", generation: int
     ) -> SnapshotHeader:
-        self.transfers.know(2, [payload_peer.address])
-        self._node.on_loop(self.transfers.fetch(Source(rank, 1, 2, payload_rank), step, into, generation))
+        self.transfers.know(payload_peer.number, [payload_peer.address])
+        source = Source(rank, self.number, payload_peer.number, payload_rank)
+        self._node.on_loop(self.transfers.fetch(source, step, into, generation))
         return present(into.open(step))
 
     def forget(self) -> None:
@@ -84,8 +88,8 @@ class Peer:
 class Node:
     """One node's store and bulk server, and peers to other nodes."""
 
-    def __init__(self, port_range: tuple[int, int] | None = None) -> None:
-        self.store = SnapshotStore()
+    def __init__(self, port_range: tuple[int, int] | None = None, number: int = 1) -> None:
+        self.number, self.store = number, SnapshotStore()
         self.mirrored: queue.Queue[tuple[Holding, int]] = queue.Queue()
         self.refused: queue.Queue[PeerRefused] = queue.Queue()
         self.peers: list[Peer] = []
@@ -101,11 +105,11 @@ class Node:
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return self.begin(work).result(WAIT_S)
 
-    def serve(self, port_range: tuple[int, int] | None = None, host: str = "127.0.0.1") -> None:
+    def serve(self, port_range: tuple[int, int] | None = None, hosts: Sequence[str] = ("127.0.0.1",)) -> None:
         async def begin() -> BulkServer:
-            listener = listen_tcp(host, port_range)
-            mirrored, refused = self.mirrored.put, self.refused.put
-            return BulkServer(self.store, listener, self.credentials, 0, WAIT_S, lambda *told: mirrored(told), refused)
+            listeners, mirrored = [listen_tcp(host, port_range) for host in hosts], self.mirrored.put
+            given = self.store, listeners, self.credentials, self.number, WAIT_S
+            return BulkServer(*given, lambda *told: mirrored(told), self.refused.put)
 
         self.server = self.on_loop(begin())
 
@@ -119,12 +123,16 @@ class Node:
         return pair
 
     def peer(self, other: "Node", credentials: Credentials = SECRET, silent_after_s: float = WAIT_S) -> Peer:
-        return self.peer_at(other.server.address, credentials, silent_after_s)
+        return self.peer_at(other.server.addresses[0], credentials, silent_after_s, other.number)
 
     def peer_at(
-        self, address: tuple[str, int], credentials: Credentials = SECRET, silent_after_s: float = WAIT_S
+        self,
+        address: tuple[str, int],
+        credentials: Credentials = SECRET,
+        silent_after_s: float = WAIT_S,
+        number: int = 1,
     ) -> Peer:
-        self.peers.append(Peer(self, address, credentials, silent_after_s))
+        self.peers.append(Peer(self, number, address, credentials, silent_after_s))
         return self.peers[-1]
 
     def close(self) -> None:
@@ -245,7 +253,7 @@ def test_a_corrupted_frame_is_refused_and_the_slot_left_invalid(nodes: list[Node
     assert push(a.peer(b), 0, 1)[0]
     a.stage(0, 2)
     a.stage(0, 3)
-    proxy = Proxy(b.server.address, where)
+    proxy = Proxy(b.server.addresses[0], where)
     ok, reason = push(a.peer_at(proxy.address), 0, 3)
     assert not ok and proxy.flipped.is_set()
     assert "checksum" in reason or "broke" in reason or "closed" in reason
@@ -310,7 +318,7 @@ def test_a_generation_that_does_not_begin_here_is_refused_and_tried_again(nodes:
 def test_a_fence_cuts_a_silent_sender_so_that_the_next_can_write(nodes: list[Node]) -> None:
     a, b, _ = nodes
     pair = a.stage(0, 3)
-    with socket.create_connection(b.server.address) as sock:
+    with socket.create_connection(b.server.addresses[0]) as sock:
         shake(sock, SECRET, wire.PURPOSE, 0, dialling=True)
         stale = BulkStream(sock, WAIT_S)
         stale.send(wire.Push(0, 3, 0, (0,), HEADER, present(pair.sealed(3)).encoded, True))
@@ -431,7 +439,7 @@ def test_fetch_takes_header_and_payload_from_different_ranks_and_nodes(nodes: li
     a, b, c = nodes
     source = a.stage(0, 3)
     assert push(a.peer(b), 0, 3, payload=False)[0]
-    d = Node()
+    d = Node(number=2)
     d.stage(1, 3, payload_rank=0)
     from_b, from_d = c.peer(b), c.peer(d)
     into = c.store.create_own(0, HEADER, PAYLOAD)
@@ -660,23 +668,39 @@ def test_a_transfer_goes_on_if_its_caller_is_cancelled_and_the_next_one_waits_fo
 
 
 def test_snapshots_go_over_all_networks_and_over_the_others_where_one_is_down(nodes: list[Node]) -> None:
-    a, b, _ = nodes
+    a, b, c = nodes
     b.on_loop(b.server.close())
-    b.serve(host="")
-    port, dead, peer = b.server.address[1], ("127.0.0.1", free_port()), a.peer(b)
-    peer.transfers.know(1, [("127.0.0.1", port), ("127.0.0.2", port), dead])
-    for rank in range(4):
-        a.stage(rank, 3)
-    assert push(peer, 0, 3)[0] and push(peer, 1, 3)[0]
-    assert {stream.address for stream in peer.streams} == {f"127.0.0.1:{port}", f"127.0.0.2:{port}"}
-    ok, reason = push(peer, 2, 3)
-    assert not ok and f"no bulk connection to {dead}" in reason
-    assert push(peer, 2, 3)[0] and push(peer, 3, 3)[0] and len(peer.streams) == 4
-    b.store.recordings[0] = b"recording"
-    assert peer.get_recording(0) == peer.get_recording(0) == b"recording"
-    with pytest.raises(TransportError, match=f"no bulk connection to .*{dead[1]}"):
-        peer.get_recording(0)
-    assert peer.get_recording(0) == b"recording"
+    b.serve(hosts=("127.0.0.1", "127.0.0.2"))
+    one, two = b.server.addresses
+    addresses = [one, ("127.0.0.1", free_port()), two]
+    peer, asking = a.peer(b), c.peer(b)
+    for each in (peer, asking):
+        each.transfers.know(1, addresses)
+
+    def pushed(step: int) -> Counter[str]:
+        for rank in range(transfers.LANES):
+            a.stage(rank, step)
+        assert all(push(peer, rank, step)[0] for rank in range(transfers.LANES))
+        return Counter(stream.address for stream in peer.streams)
+
+    first, second = (f"{host}:{port}" for host, port in (one, two))
+    assert pushed(3) == {first: 2, second: 2}
+    into = c.store.create_own(0, HEADER, PAYLOAD)
+    for _ in range(3):  # each of them two questions
+        assert fetch(asking, 3, into) == into.open(3)
+    b.on_loop(asyncio.to_thread(b.server._listeners[1].close))
+    for stream in peer.streams:
+        if stream.address == second:
+            stream.cut()
+    assert pushed(4) == {first: 4}
+
+
+def test_another_node_at_the_address_of_a_buddy_gets_nothing(nodes: list[Node]) -> None:
+    a, other = nodes[0], Node(number=2)
+    nodes.append(other)
+    a.stage(0, 3)
+    ok, reason = push(a.peer_at(other.server.addresses[0]), 0, 3)
+    assert not ok and "node 2 is where node 1 was" in reason and not other.store.holdings()
 
 
 def test_a_server_that_came_back_is_found_again(nodes: list[Node]) -> None:
@@ -720,7 +744,7 @@ def test_the_queue_is_bounded(nodes: list[Node], monkeypatch: pytest.MonkeyPatch
         patch.setattr(BulkStream, "expect", slowly)
         first = peer.push_recording(0, 0, b"")
         assert busy.wait(WAIT_S)
-        where = "{}:{}".format(*b.server.address)
+        where = "{}:{}".format(*b.server.addresses[0])
         assert push(peer, 0, 3) == (False, f"1 transfers to {where} wait already")
         go_on.set()
         first.result(WAIT_S)
@@ -765,7 +789,7 @@ def test_who_has_proved_nothing_takes_no_thread(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(handshake, "UNPROVEN_MIN", 4)
     monkeypatch.setattr(handshake, "UNPROVEN_MAX", 4)
     node = Node()
-    strangers = [socket.create_connection(node.server.address) for _ in range(20)]
+    strangers = [socket.create_connection(node.server.addresses[0]) for _ in range(20)]
     for stranger in strangers[:-4]:
         with contextlib.suppress(ConnectionResetError):
             while stranger.recv(4096):
@@ -815,7 +839,7 @@ def test_an_absurd_push_is_refused_by_name(
     nodes: list[Node], caplog: pytest.LogCaptureFixture, field: str, value: int
 ) -> None:
     asked = wire.Push(0, 1, 0, (0,), 100, b"", True)
-    with socket.create_connection(nodes[0].server.address) as sock:
+    with socket.create_connection(nodes[0].server.addresses[0]) as sock:
         shake(sock, SECRET, wire.PURPOSE, 1, dialling=True)
         stream = BulkStream(sock, WAIT_S)
         stream.send(msgspec.structs.replace(asked, **{field: value}))
@@ -836,7 +860,7 @@ def test_an_absurd_push_is_refused_by_name(
     ids=["rubbish", "another snapshot's", "absurd size"],
 )
 def test_a_push_with_an_absurd_header_is_refused(nodes: list[Node], header: bytes, why: str) -> None:
-    with socket.create_connection(nodes[0].server.address) as sock:
+    with socket.create_connection(nodes[0].server.addresses[0]) as sock:
         shake(sock, SECRET, wire.PURPOSE, 1, dialling=True)
         stream = BulkStream(sock, WAIT_S)
         stream.send(wire.Push(0, 1, 0, (0,), 100, header, True))
