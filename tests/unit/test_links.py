@@ -1,4 +1,4 @@
-"""agent/links.py, host/machine.py, transport/tasks.py: how long hosts wait for each other, what they call themselves."""
+"""agent/links.py, host/machine.py, transport/tasks.py: how long hosts wait for each other, and what they are called."""
 
 from __future__ import annotations
 
