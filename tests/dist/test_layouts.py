@@ -45,13 +45,16 @@ def arguments(corpus, name):
     ]  # fmt: skip
 
 
-def survives(tmp_path, corpus, references, name, first, second):
-    """Runs the layout with and without the two faults; the undisturbed run's folder."""
+def plain(corpus, references, name):
     argv, world_size = arguments(corpus, name), layouts.LAYOUTS[name].world_size
-    expected = undisturbed(Path(references) / f"layout-{name}", argv, world_size)
-    run_with_kills(tmp_path, argv, world_size, [first, second], rehearse=[first[0]])
+    return undisturbed(Path(references) / f"layout-{name}", argv, world_size)
+
+
+def survives(tmp_path, corpus, references, name, first, second):
+    """Run the layout with and without the two faults, and compare."""
+    expected, world_size = plain(corpus, references, name), layouts.LAYOUTS[name].world_size
+    run_with_kills(tmp_path, arguments(corpus, name), world_size, [first, second], rehearse=[first[0]])
     assert_alike(expected, tmp_path)
-    return expected
 
 
 @pytest.mark.parametrize(("name", "first", "second"), slow_but(CASES, 2, 5), ids=[case[0] for case in CASES])
@@ -63,14 +66,16 @@ def test_a_layout_survives_two_losses_bit_for_bit(tmp_path, corpus, references, 
 @pytest.mark.slow
 @in_zygote
 def test_losses_in_steps_that_the_loss_scaler_skips(tmp_path, corpus, references):
-    """Faults count updates: the forward of update n + 1 is first reached in the step after update n, skipped or not."""
-    expected = survives(tmp_path, corpus, references, "fp16", (1, 1, "backward"), (2, 2, "forward"))
-    updated = [line["grad_norm"] is not None for line in metrics(expected / "rank0.log")]
-    after_first = updated.index(True) + 1
+    """Faults count updates: the forward of update n + 1 is first reached in the step after update n, skipped or not.
+
+    Which steps are skipped depends on the processor's kernels.
+    """
+    log = plain(corpus, references, "fp16") / "rank0.log"
+    updated = [line["grad_norm"] is not None for line in metrics(log)]
     assert not updated[0], "the first fault is meant for a skipped step"
-    assert not updated[after_first], "the second fault is meant for a skipped step"
-    assert STEPS - after_first > 4
-    assert sum(updated[after_first:]) > 2
+    skipped = next(step for step in range(1, STEPS) if updated[step - 1] and not updated[step])  # after an update
+    assert STEPS - skipped > 3 and sum(updated[skipped:]) > 1, "training goes on for a while"
+    survives(tmp_path, corpus, references, "fp16", (1, 1, "backward"), (2, sum(updated[:skipped]) + 1, "forward"))
 
 
 def metrics(log):
