@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import math
 import os
 import re
@@ -132,6 +133,24 @@ class Lane:
         """Write what is queued, within a short deadline."""
         self._queue.put(None)
         self._thread.join(_CLOSE_S)
+
+
+class StderrHandler(logging.Handler):
+    """Log records on their way to standard error, which may be a full pipe, or a file on a disk that hangs."""
+
+    def __init__(self, stderr: int = 2) -> None:
+        super().__init__()
+        self._lane, self._file = Lane("deadpool-stderr"), LogFile(stderr, "w", closefd=False)
+        self._file.looked_at = math.inf  # what becomes of it is not ours
+        self.setFormatter(logging.Formatter("[deadpool] %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lane.write(self._file, f"{self.format(record)}\n".encode())
+
+    def close(self) -> None:
+        """Write what is queued, within a short deadline."""
+        self._lane.close()
+        super().close()
 
 
 class Writer(Lane):

@@ -21,7 +21,7 @@ from ..agent.world import job_from
 from ..config import load
 from ..errors import DeadpoolError
 from ..host.machine import Machine, reachable
-from ..host.output import say
+from ..host.output import StderrHandler, say
 from ..transport.handshake import Credentials
 from ..transport.linux import lock_memory
 from . import checks, job_files
@@ -29,7 +29,8 @@ from . import checks, job_files
 
 def serve(fd: int) -> NoReturn:
     """Be the agent until the node's end; also for a process that was forked instead of executed."""
-    logging.basicConfig(level=logging.WARNING, format="[deadpool] %(message)s", stream=sys.stderr)
+    stderr = StderrHandler()
+    logging.basicConfig(level=logging.WARNING, handlers=[stderr])
     os.set_inheritable(fd, False)
     gc.freeze()  # what was imported is no garbage: to look at all of it takes long, and would come in a swap
     # asyncio.run would wait for threads that a file system which hangs has not let go of.
@@ -40,6 +41,7 @@ def serve(fd: int) -> NoReturn:
     except DeadpoolError as error:
         say(str(error), to=sys.stderr)
         exit_code = error.exit_code
+    stderr.close()
     sys.stderr.flush()
     os._exit(exit_code)  # a thread that still waits for a dead peer must not hold the node up
 

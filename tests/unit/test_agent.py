@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import shutil
 import signal
 import string
 import subprocess
 import sys
+import threading
 import time
 from io import FileIO
 
@@ -30,7 +32,7 @@ from deadpool_plugin.core.types import Failure, World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.machine import address_of, addresses_here, addresses_of
-from deadpool_plugin.host.output import LINE_BYTES_MAX, Lane, LineBuffer, LogFile, Pipe, Writer
+from deadpool_plugin.host.output import LINE_BYTES_MAX, Lane, LineBuffer, LogFile, Pipe, StderrHandler, Writer
 from deadpool_plugin.host.proc import Processes, described_exit
 from deadpool_plugin.transport.rendezvous import Hello
 
@@ -114,6 +116,24 @@ def test_a_broken_pipe_ends_forwarding_only(tmp_path):
     writer.write(file, b" whole")
     writer.close()
     assert (tmp_path / "log").read_bytes() == b"kept whole" and writer.dropped_bytes >= 4
+
+
+def test_nobody_who_logs_waits_for_a_standard_error_that_takes_nothing():
+    """As a disk that hangs, or a launcher that is stopped: the event loop logs, too."""
+    read_end, write_end = os.pipe()
+    handler = StderrHandler(write_end)
+    said = [f"line {number} {'x' * 1000}" for number in range(300)]  # more than the pipe holds
+    for line in said:
+        handler.handle(logging.makeLogRecord({"msg": line}))
+    with open(read_end, "rb") as stream:
+        assert stream.read(10) == b"[deadpool]"
+        rest = threading.Thread(target=lambda: read.append(stream.read()))
+        read = list[bytes]()
+        rest.start()
+        handler.close()
+        os.close(write_end)
+        rest.join()
+    assert (b"[deadpool]" + read[0]).decode().splitlines() == [f"[deadpool] {line}" for line in said]
 
 
 def test_a_file_that_cannot_be_closed_well_costs_no_other(tmp_path, monkeypatch, capfd):
