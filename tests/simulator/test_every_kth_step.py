@@ -64,7 +64,7 @@ def test_a_loss_while_a_save_waits(start, lost):
 
 
 def test_a_snapshot_that_is_void_once_the_one_before_it_is_committed_stops_nobody(start):
-    job = start(steps=60, mirror_every=0, transfer=8.0, save_every=30)
+    job = start(steps=60, mirror_every=0, transfer=16.0, save_every=30)
     known = lambda: job.context(0).chain.announced(job.committed)  # noqa: E731
     job.until(lambda: job.committed > 0 and len(known()) == 3)  # a save's lies between those that were chosen
     before, wanted, _ = known()
