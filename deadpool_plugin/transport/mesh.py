@@ -36,9 +36,6 @@ from .tasks import Tasks, begin, loop_time
 _RETRY_S = 0.1
 _FLUSH_S = 1.0
 _AGAIN_S, _AGAIN_MAX_S = 0.01, 0.2  # after an attempt to make a link again that fails: the first pause, the longest
-_ATTEMPT_S = 2.0
-"""The first such attempt may take so long, each further one twice as long as the one before. A connection sends lost
-packets again ever more rarely, so that a new one does better; but a busy host takes long."""
 _UNASKED_S = 0.1  # a node that has lost a link which the other end dials waits so long before it asks
 YOUNG_S = 1.0
 """If our link is younger than this, the peer is reporting the previous one; keep ours."""
@@ -280,13 +277,12 @@ class ControlMesh:
 
     async def _make_again(self, peer: NodeId, channel: ReliableChannel, reason: str, after_s: float) -> None:
         why, silent, again_s = "no answer", True, _AGAIN_S
-        attempt_s = _ATTEMPT_S if reason else math.inf  # a first one may wait for its turn
         deadline = loop_time() + self._silent_after_s
         try:
             await asyncio.sleep(after_s)
             while channel.connection is None and self._is_wanted(peer) and loop_time() < deadline:
                 try:
-                    async with asyncio.timeout(min(attempt_s, deadline - loop_time())):
+                    async with asyncio.timeout(deadline - loop_time()):
                         # That nobody listens there is known before it is this link's turn.
                         (await connected(self._addresses[peer])).close()
                         if peer < self._node:
@@ -301,7 +297,7 @@ class ControlMesh:
                 except (ConnectionClosed, OSError) as error:  # who is being ended may still listen
                     _log.info("node %d does not answer now: %r", peer, error)
                     await asyncio.sleep(again_s)
-                again_s, attempt_s = min(2 * again_s, _AGAIN_MAX_S), 2 * attempt_s
+                again_s = min(2 * again_s, _AGAIN_MAX_S)
         except ConnectionRefusedError:
             why, silent = "nobody listens there", False
         except NotWanted:
