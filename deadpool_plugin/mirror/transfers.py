@@ -302,7 +302,9 @@ class BulkTransfers:
         self._addresses[node] = addresses
 
     def _to(self, node: NodeId) -> _Peer:
-        return self._peers.setdefault(node, _Peer(node, self._addresses[node]))
+        if (peer := self._peers.get(node)) is None:
+            peer = self._peers[node] = _Peer(node, self._addresses[node])
+        return peer
 
     async def _connect(self, peer: _Peer) -> BulkStream:
         """Connect to one of the node's addresses, each of which has its part of the patience."""
