@@ -163,7 +163,7 @@ class Machine:
         self.processes = Processes(job_tag, config.slow_after_s)
         self.processes.start()
         self.store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes, config.history_kept)
-        self.bulk = BulkTransfers(node, credentials, self.store, where[1:] if len(where) > 2 else where[:1], config)
+        self.bulk = BulkTransfers(node, credentials, self.store, (where[0], *where[2:]), config)
         self.witness = SharedFolder(config.witness) if config.witness is not None else None
         self._commands: set[int] = set()
         self._memory = ThreadPoolExecutor(thread_name_prefix="deadpool-memory")

@@ -27,7 +27,7 @@ from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 import msgspec
 
@@ -72,6 +72,13 @@ class LogFile(FileIO):
     cut = False
     """It ends within a line."""
     looked_at = -math.inf
+
+    @classmethod
+    def of_another(cls, descriptor: int) -> Self:
+        """Write to a file that is somebody else's: what becomes of it is not looked at, and it is not closed."""
+        file = cls(descriptor, "w", closefd=False)
+        file.looked_at = math.inf
+        return file
 
 
 class Lane:
@@ -140,8 +147,7 @@ class StderrHandler(logging.Handler):
 
     def __init__(self, stderr: int = 2) -> None:
         super().__init__()
-        self._lane, self._file = Lane("deadpool-stderr"), LogFile(stderr, "w", closefd=False)
-        self._file.looked_at = math.inf  # what becomes of it is not ours
+        self._lane, self._file = Lane("deadpool-stderr"), LogFile.of_another(stderr)
         self.setFormatter(logging.Formatter("[deadpool] %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -158,8 +164,7 @@ class Writer(Lane):
 
     def __init__(self, launcher: int = 1) -> None:
         super().__init__("deadpool-files")
-        self._pipe, self._launcher = LogFile(launcher, "w", closefd=False), Lane("deadpool-launcher")
-        self._pipe.looked_at = math.inf  # what becomes of it is not ours
+        self._pipe, self._launcher = LogFile.of_another(launcher), Lane("deadpool-launcher")
         self._said_at = -math.inf
 
     @property
