@@ -74,7 +74,7 @@ def test_losses_in_steps_that_the_loss_scaler_skips(tmp_path, corpus, references
     updated = [line["grad_norm"] is not None for line in metrics(log)]
     assert not updated[0], "the first fault is meant for a skipped step"
     skipped = next(step for step in range(1, STEPS) if updated[step - 1] and not updated[step])  # after an update
-    assert STEPS - skipped > 3 and sum(updated[skipped:]) > 1, "training goes on for a while"
+    assert STEPS - skipped > 4 and sum(updated[skipped:]) > 2, "training goes on for a while"
     survives(tmp_path, corpus, references, "fp16", (1, 1, "backward"), (2, sum(updated[:skipped]) + 1, "forward"))
 
 
