@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import errno
 import json
 import math
 import os
@@ -205,7 +206,13 @@ class Group:
         for pid in (self._path / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):
                 (self._home / "cgroup.procs").write_text(pid)
-        self._path.rmdir()
+        while True:
+            try:
+                return self._path.rmdir()
+            except OSError as error:  # the last of its processes is being ended
+                if error.errno != errno.EBUSY:
+                    raise
+                time.sleep(0.1)
 
 
 @contextlib.contextmanager
