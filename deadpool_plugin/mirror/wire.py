@@ -26,7 +26,7 @@ from ..transport.framing import ConnectionClosed, decoded
 from ..transport.sockets import remote_name, tune
 from .arena import Sums
 
-FRAME_BYTES = 4 << 20
+FRAME_BYTES = 512 << 10  # a checksum finds it in the cache
 MESSAGE_BYTES_MAX = 1 << 30
 RECORDS_BYTES_MAX = MESSAGE_BYTES_MAX // 2
 PURPOSE = "bulk"
