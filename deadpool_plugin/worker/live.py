@@ -321,7 +321,7 @@ class Live:
 
     def _cut(self) -> None:
         step, self._step_is, oldest = self._log.step + 1, Activity.STEP, self._stager.oldest
-        self.stage(step)
+        self.stage(step, self._at_exit)
         self._log.prune(step, oldest, self._stager.begun)
         if not self._link.chain.fixed and (step - self._first) % LOOK_AT_MEMORY_STEPS == KEPT_AFTER:
             self._limit_distance()
@@ -331,11 +331,11 @@ class Live:
         self._report_first_step(step)
         self._versions_at_cut = self._layout.versions()
 
-    def stage(self, step: int) -> None:
-        """Stage the state at the cut of `step`, at which this rank is now."""
+    def stage(self, step: int, random_states: dict[str, Any] | None = None) -> None:
+        """Stage the state at the cut of `step`, at which this rank is now, with `random_states` if they are known."""
         with self._place.within(self._step_is, f"the snapshot of step {step}"):
             scalars, data = self._results(self._adapter.state.scalars()), self._context.tapes.states()
-            state = {"rng": capture_rng(self._adapter), "scalars": scalars, "data": data}
+            state = {"rng": random_states or capture_rng(self._adapter), "scalars": scalars, "data": data}
             records = [self._log.records(segment) for segment in range(self._stager.newest, step)]
             self._stager.stage(step, self._groups.generation, state, records, self._groups.cut(step))
 

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import itertools
+import operator
 import threading
 import time
 from collections import deque
@@ -32,6 +33,8 @@ from .link import AgentLink
 
 PIECE_BYTES = 8 << 20  # 0.2 ms of PCIe
 COPY_BYTES = 64 << 10  # a smaller copy counts as this much: it has a cost of its own
+# All tensors of a shard are looked at in every step, with caches that training has filled: without a function for each.
+_FORM, _VERSION = operator.attrgetter("shape", "dtype"), operator.attrgetter("_version")
 SLOW_S, SLOW_STEPS = 1.0, 5  # reported: snapshots in a row, each waited for longer, and more than half the time
 
 
@@ -40,7 +43,8 @@ class Layout:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
-        self._forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._forms = [*map(_FORM, tensors)]
+        self._counting = [tensor for tensor in tensors if not tensor.is_inference()]  # their writes
         *self._offsets, end = itertools.accumulate((-(-tensor.nbytes // 64) * 64 for tensor in tensors), initial=0)
         self.payload_bytes = max(end, 64)
         described = [(list(t.shape), str(t.dtype), offset) for t, offset in zip(tensors, self._offsets, strict=True)]
@@ -48,8 +52,10 @@ class Layout:
 
     def check(self) -> None:
         """Raises: Unsupported if a tensor was given another shape or dtype since: its place would not hold it."""
+        if [*map(_FORM, self.tensors)] == self._forms:
+            return
         for number, (tensor, form) in enumerate(zip(self.tensors, self._forms, strict=True)):
-            if (tensor.shape, tensor.dtype) != form:
+            if _FORM(tensor) != form:
                 raise Unsupported(
                     f"tensor {number} of the training state became {tensor.dtype} {list(tensor.shape)} in training",
                     f"{form[1]} {list(form[0])}, as before the first step",
@@ -58,7 +64,7 @@ class Layout:
 
     def versions(self) -> int:
         """Return a number that each write into the shard raises, unless it goes through `.data`."""
-        return sum(tensor._version for tensor in self.tensors if not tensor.is_inference())
+        return sum(map(_VERSION, self._counting))
 
     def views(self, payload: memoryview) -> list[torch.Tensor]:
         """Return each tensor's place in `payload` as a tensor of its shape and dtype (shares the memory)."""
@@ -98,6 +104,8 @@ class Stager:
         self._views = [layout.views(slots.payload_in(slot)) for slot in (0, 1)]
         own = {id(tensor): torch.empty_like(tensor) for tensor in changing}
         self._sources = [own.get(id(tensor), tensor) for tensor in layout.tensors]
+        # Where the sources lie; for each slot what `memmove` is given, a size of 0 for those that are no whole piece.
+        self._moves: tuple[list[int], list[list[tuple[int, int, int]]]] = [], []
         self._cancel, self._staged, self._copies = threading.Event(), Future[None](), False
         self._staged.set_result(None)
         self._step, self._is_snapshot = NO_STEP, True  # of the newest cut
@@ -255,16 +263,21 @@ class Stager:
     def _copy(self, step: int, before: int) -> None:
         self._copies = True
         self._slots.invalidate(step, before)
-        pairs = zip(self._sources, self._views[self._slots.slot_of(step)], strict=True)
-        if self._side_stream is None:
-            for tensor, view in pairs:
-                if tensor.is_contiguous():  # a tenth less than `copy_`, which reads what it is about to overwrite
-                    ctypes.memmove(view.data_ptr(), tensor.data_ptr(), tensor.nbytes)
-                else:
-                    view.copy_(tensor)
-        else:
+        slot = self._slots.slot_of(step)
+        pairs = zip(self._sources, self._views[slot], strict=True)
+        if self._side_stream is not None:
             with torch.cuda.stream(self._side_stream):
-                self._copy_from_device(pairs, self._side_stream)
+                return self._copy_from_device(pairs, self._side_stream)
+        addresses = [*map(torch.Tensor.data_ptr, self._sources)]
+        if addresses != self._moves[0]:
+            sizes = [tensor.nbytes if tensor.is_contiguous() else 0 for tensor in self._sources]
+            targets = ([view.data_ptr() for view in views] for views in self._views)
+            self._moves = addresses, [[*zip(places, addresses, sizes, strict=True)] for places in targets]
+        for (tensor, view), move in zip(pairs, self._moves[1][slot], strict=True):
+            if move[2]:  # a tenth less than `copy_`, which reads what it is about to overwrite
+                ctypes.memmove(*move)
+            else:
+                view.copy_(tensor)
 
     def _copy_from_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream) -> None:
         """Copy in pieces of PIECE_BYTES, two under way at most; sleep until one is done.

@@ -59,7 +59,7 @@ class Rank(Live):
 
     def stages_nothing(self, swap_began: float | None = None) -> None:
         """Let its cuts copy nothing. `swap_began`: as if it had been in a swap since then."""
-        self.stage, self._swap_began = lambda step: None, swap_began  # type: ignore[method-assign]
+        self.stage, self._swap_began = lambda step, random_states=None: None, swap_began  # type: ignore[method-assign]
         self._stager = fake(wait=lambda: None, oldest=-1, begun=0)
 
 
