@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -60,6 +61,7 @@ class Buffers:
                     self._known.add((id(module), name))
                     title = f"the buffer {name!r} of {type(module).__name__}"
                     places.setdefault(id(buffer), _Place(title, buffer)).owners.append((module._buffers, name))
+        self._tables = [module._buffers for module in self._modules]
         self._places = list(places.values())
         self.tensors = [place.ours for place in self._places]  # for the shard: the same objects for ever
         self.left()
@@ -76,7 +78,7 @@ class Buffers:
                 )
             if (now.data_ptr(), now.stride()) != (place.ours.data_ptr(), place.ours.stride()):
                 place.ours.data = now.detach()
-        for module in self._modules:
+        for module in itertools.compress(self._modules, self._tables):  # most have none
             for name, buffer in module._buffers.items():
                 known = (id(module), name) in self._known or name in module._non_persistent_buffers_set
                 if buffer is not None and not known:
