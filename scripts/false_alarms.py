@@ -203,14 +203,15 @@ class Group:
         (self._path / "memory.limit_in_bytes").write_text("-1")
 
     def close(self) -> None:
-        for pid in (self._path / "cgroup.procs").read_text().split():
-            with contextlib.suppress(OSError):
-                (self._home / "cgroup.procs").write_text(pid)
+        deadline = time.monotonic() + SETTLE_S
         while True:
+            for pid in (self._path / "cgroup.procs").read_text().split():
+                with contextlib.suppress(OSError):
+                    (self._home / "cgroup.procs").write_text(pid)
             try:
                 return self._path.rmdir()
             except OSError as error:  # the last of its processes is being ended
-                if error.errno != errno.EBUSY:
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
 

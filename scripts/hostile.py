@@ -48,7 +48,7 @@ HELD = 1500
 """Connections that are left open at a time to each port and each local socket, more than an agent may have
 descriptors."""
 FILES = 1024
-MAGIC = b"deadpl-3"
+MAGIC = b"deadpl-4"
 SHAKE_S = 2.0
 BOUNDS = {"rss_mib": 64.0, "threads": 64, "descriptors": FILES - 64}
 """By how much an agent's memory may grow, and how many threads and descriptors it may have."""

@@ -20,8 +20,6 @@ REMEDY = "or run this job without deadpool_plugin"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PLAIN = (bool, int, float, str, type(None), tuple, list)
 _PLAIN = frozenset(PLAIN)
-TRAINING = operator.itemgetter("training")
-"""Read of a module's attributes at every call: whether it trains."""
 
 
 class Nesting:
@@ -181,7 +179,8 @@ class AdamState:
         is_known = len(steps) == len(known) and all(map(operator.is_, steps, known))
         if is_known and [*map(torch.Tensor.data_ptr, known)] == places:
             return [count.value for count in counts]
-        if all(isinstance(one, torch.Tensor) and one.is_cpu and one.dtype is torch.float32 for one in steps):
+        kinds = {isinstance(one, torch.Tensor) and (one.is_cpu, one.dim(), one.dtype) for one in steps}
+        if kinds == {(True, 0, torch.float32)}:
             places = [step.data_ptr() for step in steps]
             self._counts = steps, places, [ctypes.c_float.from_address(place) for place in places]
         return [None if step is None else float(step) for step in steps]

@@ -28,7 +28,7 @@ from .tasks import Tasks
 
 T = TypeVar("T")
 _GREETING = struct.Struct("!8s32sI16s")  # magic with the protocol's version, nonce, identity, job
-_MAGIC = b"deadpl-3"
+_MAGIC = b"deadpl-4"
 _PROOF_BYTES = hashlib.sha256().digest_size
 HANDSHAKE_TIMEOUT_S = 10.0
 UNPROVEN_MIN, UNPROVEN_MAX, UNPROVEN_SHARE = 16, 4096, 8

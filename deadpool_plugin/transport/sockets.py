@@ -103,7 +103,8 @@ def resend_steadily(sock: socket.socket) -> None:
     to two minutes, and after some losses a path that is well again carries nothing. Accepted sockets inherit it."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RESEND_MS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, _SYNS)  # for two minutes, as by itself
+        # Requests for a connection, and a listener's answers: for two minutes, as requests by themselves.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, _SYNS)
 
 
 def tune(sock: socket.socket, silent_after_s: float) -> None:

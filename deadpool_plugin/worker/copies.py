@@ -59,8 +59,6 @@ def replaced(value: Any, other: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def on_host(value: Any = None) -> Callable[[Any], Any]:
     """Copy the tensors that a call tells to the host; the result puts the copies in their places in anything."""
-    if value is None:
-        return _as_it_is
 
     def place(tensor: torch.Tensor) -> Any:  # on a device: its memory and form, which its detached views share
         is_on_device = type(tensor) is torch.Tensor and tensor.is_cuda
@@ -69,10 +67,6 @@ def on_host(value: Any = None) -> Callable[[Any], Any]:
     # Each copy with the tensor itself: as long as that lives no other has its place.
     copies = {at: (one, to_host(one)) for one in tensors(value) if is_recorded(one) and (at := place(one))}
     return lambda other: replaced(other, lambda one: copies.get(place(one), (one, one))[1]) if copies else other
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 class Kept:

@@ -44,7 +44,7 @@ class Layout:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
         self._forms = [*map(_FORM, tensors)]
-        self._counting = [tensor for tensor in tensors if not tensor.is_inference()]  # their writes
+        self._counting = [tensor for tensor in tensors if not tensor.is_inference()]  # whose writes torch counts
         *self._offsets, end = itertools.accumulate((-(-tensor.nbytes // 64) * 64 for tensor in tensors), initial=0)
         self.payload_bytes = max(end, 64)
         described = [(list(t.shape), str(t.dtype), offset) for t, offset in zip(tensors, self._offsets, strict=True)]
@@ -105,7 +105,7 @@ class Stager:
         own = {id(tensor): torch.empty_like(tensor) for tensor in changing}
         self._sources = [own.get(id(tensor), tensor) for tensor in layout.tensors]
         # Where the sources lie; for each slot what `memmove` is given, a size of 0 for those that are no whole piece.
-        self._moves: tuple[list[int], list[list[tuple[int, int, int]]]] = [], []
+        self._moves: tuple[list[int], list[list[tuple[int, int, int]]]] = [], [[], []]
         self._cancel, self._staged, self._copies = threading.Event(), Future[None](), False
         self._staged.set_result(None)
         self._step, self._is_snapshot = NO_STEP, True  # of the newest cut

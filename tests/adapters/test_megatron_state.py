@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deadpool_plugin.adapters.common import MOMENTS
+from deadpool_plugin.adapters.common import MOMENTS, AdamState
 from deadpool_plugin.adapters.megatron import state
 from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 from deadpool_plugin.adapters.megatron.state import merge_neighbours
@@ -287,3 +287,27 @@ def test_what_no_redo_would_do_again_is_refused_where_the_script_does_it_itself(
         job.step()
     with pytest.raises(Unsupported, match="finish_grad_sync itself"):
         job.model[0].finish_grad_sync()
+
+
+def test_counts_of_updates_are_read_where_they_lie_now():
+    masters = [torch.nn.Parameter(torch.rand(3)) for _ in range(4)]
+    optimizer = torch.optim.AdamW(masters)
+    adam = AdamState(optimizer, masters, "")
+
+    def updated(*whose: int) -> list[float | None]:
+        for number, master in enumerate(masters):
+            master.grad = torch.ones(3) if number in whose else None
+        optimizer.step()
+        return adam.steps()
+
+    assert adam.steps() == [0.0] * 4
+    assert updated(0, 1, 2, 3) == [1.0] * 4
+    assert updated(0, 2) == [2.0, 1.0, 2.0, 1.0]
+    optimizer.load_state_dict(optimizer.state_dict())  # which makes new tensors
+    assert updated(1) == [2.0, 2.0, 2.0, 1.0]
+    optimizer.state[masters[3]]["step"].data = torch.tensor(9.0)
+    assert updated(3) == [2.0, 2.0, 2.0, 10.0]
+    adam.load_steps([5.0, 6.0, 7.0, 8.0])
+    assert adam.steps() == [5.0, 6.0, 7.0, 8.0]
+    optimizer.state[masters[0]]["step"] = 3
+    assert adam.steps() == [3.0, 6.0, 7.0, 8.0]

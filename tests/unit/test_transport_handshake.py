@@ -159,7 +159,7 @@ def test_a_byte_now_and_then_is_no_handshake(monkeypatch: pytest.MonkeyPatch) ->
     ended = threading.Event()
 
     def trickle() -> None:
-        for byte in b"deadpl-3" + bytes(1000):
+        for byte in b"deadpl-4" + bytes(1000):
             dialler.send(bytes([byte]))
             if ended.wait(0.05):
                 break

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import platform
+import re
 import socket
 import struct
 
@@ -19,7 +20,7 @@ def deafen(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instruction)))
 
 
-def test_a_path_that_is_well_again_carries_messages_within_a_second() -> None:
+def test_what_is_lost_is_sent_again_within_a_second() -> None:
     async def run() -> int:
         loop, frames, links = asyncio.get_running_loop(), list[bytes](), list[FrameProtocol]()
         listener = sockets.listen_tcp("127.0.0.1")
@@ -47,7 +48,8 @@ def test_a_path_that_is_well_again_carries_messages_within_a_second() -> None:
         return int(struct.unpack_from("8xI", told)[0])
 
     sent_again_after_us = asyncio.run(asyncio.wait_for(run(), 60.0))
-    if tuple(map(int, platform.release().split(".")[:2])) >= (6, 15):
+    major, minor = re.findall(r"\d+", platform.release())[:2]
+    if (int(major), int(minor)) >= (6, 15):
         assert sent_again_after_us <= 1_000_000
     else:  # six times at the same pace, and then doubled
         assert sent_again_after_us <= 4_000_000

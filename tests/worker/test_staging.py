@@ -7,6 +7,7 @@ import queue
 import threading
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from support.stand_in import fake
 
@@ -195,6 +196,24 @@ def test_only_snapshots_are_copied_and_take_the_records_since_the_one_before_alo
     assert wire.said.empty(), "the slot of step 0 is needed until step 3 is committed"
     link._note(local.Committed(3), [])
     assert wire.said.get().step == 6 and stager._slots.open(0) is None and stager._slots.open(3) is not None
+
+
+@pytest.mark.parametrize("shapes", [[], [(0,)], [(3,), (2, 5), (0,), (70,)]], ids=str)
+def test_a_snapshot_is_of_where_the_tensors_lie_now(shapes):
+    shard = [torch.rand(shape) for shape in shapes] + [torch.rand(4, 3).T for _ in shapes]
+    layout, wire = Layout(shard), Wire()
+    link = AgentLink(wire, Generations(explain_timeout_s=0.0))
+    link.chain = Chain(0, 1, True)
+    stager = Stager(layout, [], SlotPair.create(0, 4096, layout.payload_bytes), link)
+    for step in range(6):
+        for tensor in shard[:: 1 + step % 2]:
+            tensor.data = torch.rand(tensor.shape)  # elsewhere, as an offload puts it
+        stager.stage(step, 0, {}, [b""])
+        stager.wait()
+        assert wire.said.get().step == step
+        for view, tensor in zip(layout.views(stager._slots.payload(step)), shard, strict=True):
+            assert torch.equal(view, tensor)
+        link._note(local.Committed(step), [])
 
 
 def test_a_step_becomes_a_snapshot_with_the_state_of_its_cut_until_the_next_update():

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Scalars
 from ...worker.module_state import PLAIN, SIMPLE, Buffers, Values, is_plain
-from ..common import REMEDY, TRAINING, memory_of
+from ..common import REMEDY, memory_of
 from .optimizer import Adam, Frozen, LastingGradients
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
@@ -56,7 +56,6 @@ class EngineState:
     def __init__(self, engine: Any) -> None:
         self.engine, optimizer = engine, engine.optimizer
         self._modules, self._parameters = list(engine.module.modules()), list(engine.module.parameters())
-        self._of_modules = [*map(vars, self._modules)]
         # A pipeline's module seeds its layers by an attribute (`seed_layers`).
         self._attributes = ((engine, COUNTERS), (engine.module, ("micro_offset",)), (optimizer, OF_OPTIMIZER))
         self._values = Values(self._modules, lambda name: name in ZERO3_ATTRIBUTES or name.startswith(("ds_", "__")))
@@ -154,7 +153,7 @@ class EngineState:
         if trained == self._trained:
             trained = self._trained  # the same object in all calls that are logged meanwhile
         self._trained = trained
-        training = [*map(TRAINING, self._of_modules)]
+        training = [module.training for module in self._modules]
         visible, flags, buffers = self.visible(), _some(self.engine, BETWEEN_CALLS), self.buffers.entry()
 
         def restore() -> None:

@@ -16,7 +16,7 @@ import torch
 from ...errors import Unsupported
 from ...worker.adapter import Scalars
 from ...worker.module_state import PLAIN, Buffers, Values, is_plain
-from ..common import REMEDY, TRAINING, AdamState, Option, memory_of, refuse
+from ..common import REMEDY, AdamState, Option, memory_of, refuse
 from . import bookkeeping
 
 SUPPORTED = ("Adam", "AdamW", "FusedAdam")
@@ -51,7 +51,6 @@ class TrainingState:
         for module in self._modules:
             if hasattr(module, "_maintain_float32_expert_bias"):  # the first forward would rebind a buffer (router.py)
                 module._maintain_float32_expert_bias()
-        self._of_modules = [*map(vars, self._modules)]
         self._learned = Learned(chain_of(optimizer))
         modules = [module for chunk in chunks for module in chunk.module.modules()]
         self.buffers, self._values = Buffers(modules, CACHES), Values(modules, OF_MODULES.__contains__)
@@ -119,7 +118,7 @@ class TrainingState:
         bookkeeping.put_back(scalars["tracked"])
 
     def entry_state(self) -> Callable[[], None]:
-        training = [*map(TRAINING, self._of_modules)]
+        training = [module.training for module in self._modules]
         configs = [(chunk.config, dict(vars(chunk.config))) for chunk in self._chunks]
         # Whether forwards wait for gathered parameters: scripts switch that off around evaluation and saving.
         hooked = [bool(chunk.remove_forward_pre_hook_handles) for chunk in self._chunks]
