@@ -202,7 +202,7 @@ def test_only_snapshots_are_copied_and_take_the_records_since_the_one_before_alo
 def test_a_snapshot_is_of_where_the_tensors_lie_now(shapes):
     shard = [torch.rand(shape) for shape in shapes] + [torch.rand(4, 3).T for _ in shapes]
     layout, wire = Layout(shard), Wire()
-    link = AgentLink(wire, Generations(explain_timeout_s=0.0))
+    link = AgentLink(wire, Generations(explain_timeout_s=0.0))  # type: ignore[arg-type]
     link.chain = Chain(0, 1, True)
     stager = Stager(layout, [], SlotPair.create(0, 4096, layout.payload_bytes), link)
     for step in range(6):
