@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -27,6 +26,7 @@ PLAIN = (bool, int, float, str, type(None))
 SIMPLE = frozenset(PLAIN)
 """Exactly these types, for a look that costs little; a value of a class below them takes `isinstance`."""
 OF_TORCH = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
+_BUFFERS = operator.attrgetter("_buffers")
 ByModule = dict[int, Scalars]  # values by the number of their module, and their name
 
 
@@ -61,7 +61,6 @@ class Buffers:
                     self._known.add((id(module), name))
                     title = f"the buffer {name!r} of {type(module).__name__}"
                     places.setdefault(id(buffer), _Place(title, buffer)).owners.append((module._buffers, name))
-        self._tables = [module._buffers for module in self._modules]
         self._places = list(places.values())
         self.tensors = [place.ours for place in self._places]  # for the shard: the same objects for ever
         self.left()
@@ -78,7 +77,7 @@ class Buffers:
                 )
             if (now.data_ptr(), now.stride()) != (place.ours.data_ptr(), place.ours.stride()):
                 place.ours.data = now.detach()
-        for module in itertools.compress(self._modules, self._tables):  # most have none
+        for module in filter(_BUFFERS, self._modules):  # most have none
             for name, buffer in module._buffers.items():
                 known = (id(module), name) in self._known or name in module._non_persistent_buffers_set
                 if buffer is not None and not known:

@@ -52,15 +52,15 @@ class Layout:
 
     def check(self) -> None:
         """Raises: Unsupported if a tensor was given another shape or dtype since: its place would not hold it."""
-        if [*map(_FORM, self.tensors)] == self._forms:
-            return
-        for number, (tensor, form) in enumerate(zip(self.tensors, self._forms, strict=True)):
-            if _FORM(tensor) != form:
-                raise Unsupported(
-                    f"tensor {number} of the training state became {tensor.dtype} {list(tensor.shape)} in training",
-                    f"{form[1]} {list(form[0])}, as before the first step",
-                    "convert parameters and buffers before training, or run this job without deadpool_plugin",
-                )
+        forms = [*map(_FORM, self.tensors)]
+        if forms != self._forms:
+            number = [*map(operator.ne, forms, self._forms)].index(True)
+            (shape, dtype), (first_shape, first_dtype) = forms[number], self._forms[number]
+            raise Unsupported(
+                f"tensor {number} of the training state became {dtype} {list(shape)} in training",
+                f"{first_dtype} {list(first_shape)}, as before the first step",
+                "convert parameters and buffers before training, or run this job without deadpool_plugin",
+            )
 
     def versions(self) -> int:
         """Return a number that each write into the shard raises, unless it goes through `.data`."""
