@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import math
 import socket
@@ -26,11 +25,12 @@ from ..core.api import LinkLost
 from ..core.messages import AnyMessage, Goodbye
 from ..core.types import NodeId
 from ..errors import PeerRefused, TransportError
+from .first_links import LOOKS, LOOKS_MAX, FirstLinks
 from .framing import ConnectionClosed, FrameProtocol, ReliableChannel, answered, decoded, put, take
 from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Listener, dialled
 from .join_protocol import GUEST, PURPOSE, Admitted, Announce, Answer, NotAdmitted, Question
 from .rendezvous import Hello
-from .sockets import Address, closed_on_error, connected, listen_tcp, remote_name
+from .sockets import Address, closed_on_error, connected, listen_tcp, remote_name, why_unreachable
 from .tasks import Tasks, begin, loop_time
 
 _RETRY_S = 0.1
@@ -45,11 +45,6 @@ PROBES_MAX = 64
 """Connections asked for at a time, only to see whether kernels answer: whoever is cut off asks for all the others'."""
 DIALS_MAX = 16
 """Links a node begins at a time: among hundreds of nodes on busy hosts, handshakes begun all at once time out."""
-_LOOKS = 4  # at the least, within a patience, at nodes that are missing at the start; nodes begin within one such part
-LOOKS_MAX = 64
-"""Nodes that one node asks for a connection at a time, or in a second: more than a rack has as a rule."""
-TURN_S = 0.002
-"""At the start a node dials so much later than the one before it: whom all dial at once answers none in time."""
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _log = logging.getLogger(__name__)
 
@@ -100,7 +95,7 @@ class ControlMesh:
         """To make a link again, or (of those in `_gone`) to hear of a silent node."""
         self._tasks, self._dials = Tasks(), asyncio.Semaphore(DIALS_MAX)
         self._probes = 0  # under way
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
         self._newest: tuple[AnyMessage | None, bytes] = (None, b"")
         self._connecting = self._closing = False
         self._listener: Listener | None = None
@@ -108,14 +103,14 @@ class ControlMesh:
     @property
     def linked(self) -> frozenset[NodeId]:
         """The nodes to which there is a link, or one that is being made again."""
-        return frozenset(filter(self._is_linked, {*self._channels, *self._attempts}))
+        return frozenset(filter(self.is_linked, {*self._channels, *self._attempts}))
 
     @property
     def gone(self) -> frozenset[NodeId]:
         """The nodes with which there will be no link any more."""
         return frozenset(self._gone)
 
-    def _is_linked(self, node: NodeId) -> bool:
+    def is_linked(self, node: NodeId) -> bool:
         channel = self._channels.get(node)
         return (channel is not None and channel.connection is not None) or (
             node in self._attempts and node not in self._gone
@@ -186,7 +181,7 @@ class ControlMesh:
             try:
                 await put(sock, answer)
             except OSError as error:  # a promised link that fails is a lost one
-                self._lose(hello.node, f"it left while it was let in: {error}")
+                self.lose(hello.node, f"it left while it was let in: {error}")
                 raise
         await self._attach(sock, hello.node)
 
@@ -207,7 +202,7 @@ class ControlMesh:
             link.abort("the node was lost, or this is its second link")
             return
         self._channels.setdefault(peer, ReliableChannel()).use(link, "made again")
-        self._changed.set()
+        self.changed.set()
 
     def _received(self, peer: NodeId, link: FrameProtocol, frame: bytes) -> None:
         channel = self._channels.get(peer)
@@ -224,23 +219,23 @@ class ControlMesh:
             return
         had_s, was_aborted = channel.age_s, link.aborted
         channel.use(None)
-        self._changed.set()
+        self.changed.set()
         if not self._is_wanted(peer):
             del self._channels[peer]
         elif was_aborted or peer not in self._addresses:
-            self._lose(peer, f"link lost: {reason}")
+            self.lose(peer, f"link lost: {reason}")
         elif not (self._connecting and peer > self._node):  # which dials again by itself
             self._renew(peer, channel, reason, 0.0 if had_s >= YOUNG_S else _RETRY_S)
 
-    def _lose(self, peer: NodeId, reason: str, silent: bool = False) -> None:
+    def lose(self, peer: NodeId, reason: str, silent: bool = False) -> None:
         self._channels.pop(peer, None)
         self._gone.add(peer)
-        self._changed.set()
+        self.changed.set()
         self._on_lost(LinkLost(peer, reason, silent))
         if silent:
             self._attempts[peer] = self._tasks.start(self._ask_still(peer, reason))
 
-    async def _dial(self, node: NodeId) -> None:
+    async def dial(self, node: NodeId) -> None:
         """Makes a link to `node`, or asks it to, if it is larger. Raises: PeerRefused, ConnectionClosed, OSError."""
         address = self._addresses[node]
         async with self._dials if node < self._node else contextlib.nullcontext():  # only asking costs little
@@ -286,11 +281,11 @@ class ControlMesh:
                         # That nobody listens there is known before it is this link's turn.
                         (await connected(self._addresses[peer])).close()
                         if peer < self._node:
-                            await self._dial(peer)
+                            await self.dial(peer)
                         elif not await channel.is_up_within(_UNASKED_S):
                             async with contextlib.nullcontext() if reason else self._dials:  # there may be hundreds
                                 if channel.connection is None:
-                                    await self._dial(peer)
+                                    await self.dial(peer)
                             await channel.is_up_within(YOUNG_S)
                 except ConnectionRefusedError:
                     raise
@@ -309,14 +304,14 @@ class ControlMesh:
         if channel.connection is not None and reason:
             _log.warning("the link to node %d had ended (%s) and was made again", peer, reason)
         elif channel.connection is None and self._is_wanted(peer):
-            self._lose(peer, f"link lost: {reason}; no new link: {why}" if reason else f"no link to it: {why}", silent)
+            self.lose(peer, f"link lost: {reason}; no new link: {why}" if reason else f"no link to it: {why}", silent)
 
     async def _ask_still(self, peer: NodeId, reason: str) -> None:
         """Says whenever `peer`, which was lost for its silence, gives no connection. One that refuses answers, too."""
         every_s = self._silent_after_s / _ASKS
         while True:
             began = loop_time()
-            if (await self._why_unreachable(peer, every_s))[1]:
+            if (await why_unreachable(self._addresses[peer], every_s))[1]:
                 self._on_lost(LinkLost(peer, reason, silent=True, still=True))
             await asyncio.sleep(max(0.0, began + every_s - loop_time()))
 
@@ -360,31 +355,19 @@ class ControlMesh:
             channel.use(None, reason)
             self._renew(node, channel, reason)
 
-    async def _why_unreachable(self, node: NodeId, within_s: float) -> tuple[str, bool]:
-        """Asks `node` for a connection. Returns: why there is none, and whether that is only its silence."""
-        try:
-            async with asyncio.timeout(within_s):
-                (await connected(self._addresses[node])).close()
-        except ConnectionRefusedError:
-            return "nobody listens there any more", False
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):  # else it is this node that has no descriptor for it
-                return f"no answer ({error!r})", True
-        return "", False
-
     async def look_around(self, nodes: Collection[NodeId]) -> None:
         """Asks those of `nodes` to which there is no link for a connection. One that gives none is lost, as if a link
         to it had ended."""
 
         looks = asyncio.Semaphore(LOOKS_MAX)
-        apart_s = self._silent_after_s / _LOOKS
+        apart_s = self._silent_after_s / LOOKS
         await asyncio.sleep(apart_s * (self._node % LOOKS_MAX / LOOKS_MAX))  # not all nodes at a time
 
         async def look(node: NodeId) -> None:
             async with looks:
-                why, silent = await self._why_unreachable(node, self._silent_after_s)
+                why, silent = await why_unreachable(self._addresses[node], self._silent_after_s)
             if why and node not in self._channels and self._is_wanted(node):
-                self._lose(node, f"it was asked for a connection: {why}", silent)
+                self.lose(node, f"it was asked for a connection: {why}", silent)
 
         unlinked = [node for node in nodes if node not in self._channels and node in self._addresses]
         await asyncio.gather(*(look(node) for node in unlinked if self._is_wanted(node)))
@@ -397,84 +380,16 @@ class ControlMesh:
         """Waits until every node of `table` (but this one), or of those that are `wanted`, is linked, or has left, or
         is lost, which was told. Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused.
         """
-        others, self._connecting = set(table if wanted is None else wanted) - {self._node}, True
         self._addresses |= table
-        older = sorted((node for node in others if node < self._node), reverse=True)
-        turn = sum(node < self._node for node in table)
-        dials = [asyncio.create_task(self._dial_until_linked(node, turn * TURN_S)) for node in older]
-        dials.append(asyncio.create_task(self._lose_those_gone(others, len(table))))
-        for dial in dials:
-            dial.add_done_callback(lambda _: self._changed.set())
+        first = FirstLinks(self, self._node, table, table if wanted is None else wanted, self._silent_after_s)
+        self._connecting = True
         try:
-            async with asyncio.timeout(timeout_s):
-                while not others <= self.linked | self._gone:
-                    self._changed.clear()
-                    await self._changed.wait()
-                    for dial in dials:
-                        if dial.done():
-                            dial.result()
-        except TimeoutError as error:
-            missing = ", ".join(f"{node} at {table[node]}" for node in sorted(others - self.linked))
-            raise TransportError(
-                f"node {self._node} has no control link to node {missing} after {timeout_s:g} s",
-                remedy="check that these nodes run and that no firewall blocks the ports (port_range)",
-            ) from error
+            await first.made(timeout_s)
         finally:
             self._connecting = False
-            for dial in dials:
-                dial.cancel()
-            await asyncio.gather(*dials, return_exceptions=True)
         for node, channel in self._channels.items():
             if channel.connection is None:
                 self._renew(node, channel, "it ended while this node waited for others")
-
-    async def _dial_until_linked(self, node: NodeId, after_s: float) -> None:
-        again_s = _RETRY_S
-        await asyncio.sleep(after_s)
-        while node not in self._gone:
-            try:
-                return await self._dial(node)
-            except (ConnectionClosed, OSError) as error:
-                _log.info("node %d at %s does not answer yet: %s", node, self._addresses[node], error)
-            await asyncio.sleep(again_s)
-            again_s = min(2 * again_s, YOUNG_S)
-
-    async def _lose_those_gone(self, others: Collection[NodeId], hosts: int) -> None:
-        """Counts nodes that die or stand still while `hosts` link up as lost, like any later."""
-        # Rarely among many, but done with it before others, which wait no longer, miss this node for its silence.
-        every_s = min(max(YOUNG_S, hosts / LOOKS_MAX), self._silent_after_s / _LOOKS)
-        looked_at = set[NodeId]()
-        async with asyncio.TaskGroup() as looks:
-            while True:
-                await asyncio.sleep(every_s)
-                for node in set(others) - self.linked - self._gone - looked_at:  # few: who could link up has by now
-                    looked_at.add(node)
-                    looks.create_task(self._lose_if_gone(node, len(others) + 1, every_s))
-
-    async def _lose_if_gone(self, node: NodeId, total: int, every_s: float) -> None:
-        # As long as fewer than half of them are linked the network is at fault, which is told at the deadline.
-        unlinked_s = failing_s = 0.0
-        await asyncio.sleep(every_s * ((node + self._node) % LOOKS_MAX / LOOKS_MAX))  # not all nodes at a time
-        while node not in self._gone:
-            began = loop_time()
-            await asyncio.sleep(every_s)
-            why, silent = "", False
-            if not self._is_linked(node):
-                why, silent = await self._why_unreachable(node, self._silent_after_s)
-            took_s = loop_time() - began
-            stood_still = took_s > self._silent_after_s + every_s + YOUNG_S
-            if self._is_linked(node) or stood_still:  # linked for now: it may end again
-                unlinked_s = failing_s = 0.0
-                continue
-            unlinked_s += took_s
-            failing_s = failing_s + took_s if why else 0.0
-            if not why and unlinked_s >= 2 * self._silent_after_s:
-                why, silent = "it accepts connections and does not answer", True
-            elif silent and failing_s < self._silent_after_s:
-                continue
-            if why and node not in self._gone and 2 * (len(self.linked | self._gone) + 1) >= total:
-                hint = "if it lives, check that no firewall blocks the ports (port_range)"
-                self._lose(node, f"no control link to it since the hosts met: {why}; {hint}", silent)
 
     async def visit(self, node: NodeId, address: Address, hello: Hello, timeout_s: float) -> Answer:
         """Announces this host, no member yet, to member `node`; if the answer is Admitted there is a link to it.
@@ -539,5 +454,5 @@ class ControlMesh:
 
     async def _all_ended(self) -> None:
         while self._links():
-            self._changed.clear()
-            await self._changed.wait()
+            self.changed.clear()
+            await self.changed.wait()

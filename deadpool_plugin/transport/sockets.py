@@ -98,6 +98,19 @@ async def connected(address: Address) -> socket.socket:
     raise error or OSError(f"{address[0]} has no address")
 
 
+async def why_unreachable(address: Address, within_s: float) -> tuple[str, bool]:
+    """Ask for a connection, which nobody has to accept. Returns: why there is none; if only for silence."""
+    try:
+        async with asyncio.timeout(within_s):
+            (await connected(address)).close()
+    except ConnectionRefusedError:
+        return "nobody listens there any more", False
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):  # else it is this host that has no descriptor for it
+            return f"no answer ({error!r})", True
+    return "", False
+
+
 def resend_steadily(sock: socket.socket) -> None:
     """Let what is lost be sent again within a second each time, where the kernel can: by itself it doubles its pause up
     to two minutes, and after some losses a path that is well again carries nothing. Accepted sockets inherit it."""

@@ -103,7 +103,7 @@ def test_a_node_begins_few_links_at_a_time_and_has_them_all_in_the_end(monkeypat
 
 def test_a_node_asks_few_at_a_time_for_a_first_link(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once: list[int] = []
-    begun, dial = 0, ControlMesh._dial
+    begun, dial = 0, ControlMesh.dial
 
     async def counted(self: ControlMesh, node: int) -> None:
         nonlocal begun
@@ -117,7 +117,7 @@ def test_a_node_asks_few_at_a_time_for_a_first_link(monkeypatch: pytest.MonkeyPa
             begun -= 1
 
     monkeypatch.setattr("deadpool_plugin.transport.mesh.DIALS_MAX", 2)
-    monkeypatch.setattr(ControlMesh, "_dial", counted)
+    monkeypatch.setattr(ControlMesh, "dial", counted)
 
     async def scenario() -> None:
         async with mesh(10, lowest=1) as nodes:
@@ -315,7 +315,7 @@ def test_who_has_met_the_others_first_tries_again_until_all_have() -> None:
         linking = asyncio.create_task(early.transport.connect(table, WAIT_S))
         hung_up = asyncio.Event()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("deadpool_plugin.transport.mesh._log.info", lambda *_: hung_up.set())
+            patch.setattr("deadpool_plugin.transport.first_links._log.info", lambda *_: hung_up.set())
             await asyncio.wait_for(hung_up.wait(), WAIT_S)
         assert not late.transport.linked and not linking.done()
         late.credentials.job = "this"

@@ -280,8 +280,8 @@ def test_a_node_that_has_no_descriptor_left_says_of_nobody_that_it_is_silent(
             asked.put_nowait(address)
             raise OSError(number, "it cannot be connected")
 
-        monkeypatch.setattr("deadpool_plugin.transport.mesh.connected", fails)
-        node.mesh._lose(1, "no answer", silent=True)
+        monkeypatch.setattr("deadpool_plugin.transport.sockets.connected", fails)
+        node.mesh.lose(1, "no answer", silent=True)
         for _ in range(3):
             await asyncio.wait_for(asked.get(), WAIT_S)
         assert node.still_silent.empty() != is_said

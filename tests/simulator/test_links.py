@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from deadpool_plugin.agent.links import LOWEST
 from deadpool_plugin.core import api, events
-from deadpool_plugin.transport.mesh import ControlMesh
+from deadpool_plugin.transport.sockets import why_unreachable
+
+from .network import node_at
 
 NODES = {"active": 9, "spares": 5, "slots": 1, "copies": 1}
 
@@ -71,13 +76,14 @@ def test_all_that_are_linked_with_everybody_fall_silent_with_some_others(start):
 
 def test_who_look_around_do_so_one_after_another_and_ask_the_nearest_first(start, monkeypatch):
     job = start(**NODES).train()
-    asked, ask = [], ControlMesh._why_unreachable
+    asked = []
 
-    async def noted(self, node, within_s):
-        asked.append((job.timeline.now, self._node, node))
-        return await ask(self, node, within_s)
+    async def noted(address, within_s):
+        loop: Any = asyncio.get_running_loop()
+        asked.append((job.timeline.now, loop.kernel.node, node_at(address[0])))
+        return await why_unreachable(address, within_s)
 
-    monkeypatch.setattr(ControlMesh, "_why_unreachable", noted)
+    monkeypatch.setattr("deadpool_plugin.transport.mesh.why_unreachable", noted)
     job.hold()
     job.until(lambda: len({looker for _, looker, _ in asked}) == 4)
     first = {looker: (now, node) for now, looker, node in reversed(asked)}
@@ -102,7 +108,9 @@ def test_two_that_have_no_link_find_out_that_they_cannot_reach_each_other(start)
 
 def test_one_that_stands_still_while_many_hosts_link_up_costs_nobody_else(start, monkeypatch):
     """The four wait for it longer than the others do, who must not miss the four meanwhile."""
-    monkeypatch.setattr("deadpool_plugin.transport.mesh.LOOKS_MAX", 1.5)  # they look as rarely as in a job of 500
+    monkeypatch.setattr(
+        "deadpool_plugin.transport.first_links.LOOKS_MAX", 1.5
+    )  # they look as rarely as in a job of 500
     job = start(**NODES | {"active": 8, "spares": 4})
     job.until(lambda: job.nodes[0].agent and job.nodes[0].agent._links.mesh._addresses)
     job.freeze(7)
