@@ -89,6 +89,8 @@ def find(answers: Iterable[RankCalls], node_of: Sequence[NodeId] = ()) -> Findin
     awaited = set[Rank]().union(*waits_for.values())
     waiting = {rank for rank, one in ranks.items() if waits_for[rank] or (one.place is not None and one.place.waits)}
     late = awaited - waiting or _most_awaited(waits_for.values()) or (ranks.keys() - waiting)
+    if len(late) == 1 and (odd := _unproven_behind(ranks, *late)):
+        late, waits_for = odd, waits_for | {rank: odd for rank in late}
     if len(late) == len(ranks) > 1:
         late = set()
     table = _Table(ranks, behind, waits_for, node_of)
@@ -99,6 +101,15 @@ def _most_awaited(waits_for: Iterable[Collection[Rank]]) -> set[Rank]:
     """Choose, of ranks that wait for each other, the one that has passed the others by: most of them wait for it."""
     times = Counter(rank for its in waits_for for rank in its).most_common(2)
     return {times[0][0]} if len(times) == 1 or (times and times[0][1] > times[1][1]) else set()
+
+
+def _unproven_behind(ranks: Mapping[Rank, RankCalls], first: Rank) -> set[Rank]:
+    """If `first` waits for its step to be committed, return the newcomers that have not made it: they issued more in it
+    than the process before them, and the others wait in the same place of the next step."""
+    place = ranks[first].place
+    if place is None or not place.waits or place.group or place.operation == DEVICE:
+        return set()
+    return {rank for rank, one in ranks.items() if one.newcomer and one.place and one.place.step < place.step}
 
 
 def _behind(ranks: Iterable[RankCalls]) -> dict[str, dict[Rank, int]]:

@@ -213,13 +213,15 @@ class Checkers:
             self.memory.arm(node.controller.world, generation)
 
     def _hangs(self, node: Node, event: events.Stalled) -> None:
-        """Whoever is said to hang does, or does not run: nobody who is slow, or waits."""
+        """Whoever is said to hang does, or does not run, or mispairs: nobody who is slow, or waits."""
         world = node.controller.world
         for rank in event.ranks:
             assert world is not None
             at = self._cluster.nodes[world.node_of[rank]]
             process = at.processes.of(rank)
-            if process is None or process.hangs or process.held or process.stuck or not at.up or at.paused:
+            if process is None or process.hangs or process.held or process.stuck or process.mispaired:
+                continue
+            if not at.up or at.paused:
                 continue
             if node.number not in self._cluster.blows.blamed:
                 where = f"rank {rank} on node {at.number}"

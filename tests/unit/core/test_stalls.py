@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from support import present
 
@@ -16,7 +17,7 @@ NODE_OF = (0, 0, 1, 1)
 GATE = "the step before to be committed"
 
 
-def told(rank, issued, waits="", group="", peer=-1, activity=Activity.STEP, begins=None):
+def told(rank, issued, waits="", group="", peer=-1, activity=Activity.STEP, begins=None, step=5):
     """What a rank's agent reads: how many collectives it issued in each group, and what it waits for in which.
 
     `begins`: how many it had issued there before the newest step."""
@@ -32,7 +33,7 @@ def told(rank, issued, waits="", group="", peer=-1, activity=Activity.STEP, begi
         for code in issued[key] if isinstance(issued[key], list) else [SUM] * issued[key]:
             book.note(code.encoded())
     place = Whereabouts(area)
-    place.made(5)
+    place.made(step)
     place.enter(activity, "train_step")
     if waits:
         place.wait(waits, group, peer)
@@ -72,6 +73,22 @@ def test_a_message_that_is_waited_for_names_its_sender():
 def test_who_passes_a_collective_by_is_found_at_the_gate():
     issued = [told(rank, {"all": 4}, "allreduce", "all") for rank in (0, 1, 2)]
     assert find([*issued, told(3, {"all": 3}, GATE)], NODE_OF).ranks == (3,)
+
+
+@pytest.mark.parametrize("others", [(), (2, 3)])
+def test_a_newcomer_that_issues_more_in_its_step_is_found_though_the_others_have_made_it(others):
+    """Rank 0 waits for step 6, which rank 1 has not made: it waits in a collective of that step that no other issued,
+    and the others in the same place of the next step."""
+    odd = msgspec.structs.replace(told(1, {"all": 2}, "allreduce", "all"), newcomer=True)
+    issued = [told(rank, {"all": 2}, "allreduce", "all", step=6) for rank in others]
+    found = find([told(0, {"all": 1}, GATE, step=6), odd, *issued], NODE_OF)
+    assert found.ranks == (1,) and "rank 0 waits for rank 1 on node 0 in the step before to be committed" in found.what
+
+
+@pytest.mark.parametrize("step", [5, 6])
+def test_who_passes_a_collective_by_is_found_whether_it_has_made_its_step(step):
+    issued = [told(rank, {"all": 2}, "allreduce", "all") for rank in (1, 2, 3)]
+    assert find([told(0, {"all": 1}, GATE, step=step), *issued], NODE_OF).ranks == (0,)
 
 
 def test_who_waits_for_a_message_that_nobody_sends_is_the_one_that_most_wait_for():
