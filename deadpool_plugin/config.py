@@ -31,7 +31,9 @@ PLACEHOLDERS = ("output_dir", "address", "count")
 EVERY_MAX = 16
 """Steps between two snapshots at most, with `mirror_every: auto`."""
 EVERY_LIMIT = 1024
-OF_A_HOST = ("secret_file", "output_dir", "interface_address", "memory_headroom_gib", "preload")
+STORING_S = 600.0
+"""How long a host may write its state when the job has ended."""
+OF_A_HOST = ("secret_file", "output_dir", "interface_address", "memory_headroom_gib", "preload", "store_dir")
 """Fields that may differ from host to host."""
 
 
@@ -172,6 +174,19 @@ class Config(BaseModel):
     connection is replaced. `deadpool launch` is missed as a slow host is (patience_s). Hazard: plain `deepspeed` only
     once its ssh connections are seen to be closed; those of a host that vanishes are not."""
 
+    store_dir: Path | None = None
+    """Folder in which every host leaves its part of the newest state when the job ends before its scripts have: a loss
+    that cannot be repaired, Ctrl-C, `deadpool stop`, SIGTERM. Best a local disk, or storage that all hosts share. Each
+    host needs room for two snapshots of each rank that it runs and mirrors. `resume` begins there. null: the state is
+    lost with the job, and only checkpoints are left. Relative paths, `~` and `$NAME` as in output_dir.
+    Hazard: nothing is ever removed there."""
+
+    resume: Path | None = None
+    """Folder of an earlier job in its store_dir, as its last lines name it (STORE_DIR/JOB): this job goes on from its
+    newest step, bit for bit, with the same script, arguments and number of ranks. Spares, time-outs and the order of
+    the hosts may differ. A host whose files are gone is covered by its buddy's. Hazard: a job that is resumed twice
+    trains twice."""
+
     witness: Path | None = None
     """Folder on storage that all hosts share and that can link files (NFS can): of a job that falls into two halves the
     one goes on whose plan is there first. null: the half with the first active host does, so that of two hosts the
@@ -204,6 +219,11 @@ class Config(BaseModel):
     def saving_timeout_s(self) -> float:
         """The time-out of a process that a swap finds in a save. Its replacement then needs time, too."""
         return max(self.phase_timeout_s, min(self.decision_timeout_s, self.start_timeout_s / 2))
+
+    @property
+    def ending_timeout_s(self) -> float:
+        """How long a host that was told to end may take: with a `store_dir` it first writes what it holds."""
+        return self.phase_timeout_s if self.store_dir is None else max(self.phase_timeout_s, STORING_S)
 
     @property
     def tick_s(self) -> float:
@@ -270,7 +290,7 @@ class Config(BaseModel):
 
     # ---- validation
 
-    @field_validator("output_dir", "witness", "secret_file")
+    @field_validator("output_dir", "witness", "secret_file", "store_dir", "resume")
     @classmethod
     def _expanded(cls, path: Path | None, info: ValidationInfo) -> Path | None:
         """Expand `~`, `$NAME` and `${NAME}` as a shell would; refuse by name what is not set."""

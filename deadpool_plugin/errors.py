@@ -59,6 +59,12 @@ class TransportError(DeadpoolError):
     """A peer or the network between us failed: time-out, reset, missing node."""
 
 
+class StorageError(DeadpoolError):
+    """A job's state cannot be written to disk, or what is there cannot be used."""
+
+    exit_code = EXIT_CONFIG
+
+
 class CorruptFrame(TransportError):
     """Bytes from a peer do not decode, exceed a limit or fail their checksum."""
 

@@ -139,6 +139,28 @@ class HistoryFilling(Event, frozen=True):
     full: bool = False
 
 
+class StateWritten(Event, frozen=True):
+    """What this node held of `step` is on disk, in the job's folder `path`: another job can go on from it."""
+
+    step: int
+    path: str
+    nbytes: int = 0
+    duration_s: float = 0.0
+
+
+class StateLost(Event, frozen=True):
+    """What this node held could not be written to disk when the job ended."""
+
+    reason: str = ""
+
+
+class JobResumed(Event, frozen=True):
+    """This job goes on from `step` of an earlier one, whose files are in `path`."""
+
+    step: int
+    path: str
+
+
 class PeerRefused(Event, frozen=True):
     address: str = ""
     reason: str = ""
@@ -155,7 +177,8 @@ RECURRING = (StepDone, StepCommitted, CheckpointSaved, Alive)
 
 FATE = (
     NodeJoined, WorldFormed, TrainingStarted, SpareReady, CoverLost, Mirrored, Protected, Unprotected, HistoryFilling,
-    NodeLost, SwapPlanned, SwapDone, WaitingForHost, NodeFenced, NodeEnded, JobFinished, JobStopped,
+    NodeLost, SwapPlanned, SwapDone, WaitingForHost, NodeFenced, NodeEnded, JobFinished, JobStopped, StateWritten,
+    StateLost, JobResumed,
 )  # fmt: skip
 """The kinds of events that say how the job stands, or what became of it: kept however much else has happened."""
 

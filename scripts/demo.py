@@ -12,8 +12,10 @@ logs; the verdict uses no code of the plugin. A terminal gets a bar below the li
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
+import os
 import re
 import shutil
 import signal
@@ -42,6 +44,7 @@ from deadpool_plugin.cli.jobview import Follower, JobView
 from deadpool_plugin.cli.watch import STYLES
 
 MADE_HERE = "launcher output observe stacks hostfile secret deadpool.yaml kills.jsonl* *.png events.jsonl summary.json"
+MADE_HERE += " store resumed"
 CONSOLE = Console(force_terminal=sys.stdout.isatty(), highlight=False, soft_wrap=True)
 LOOK_S = 0.2
 STARTING = "starting: imports torch"
@@ -83,13 +86,16 @@ def reference_run(args: argparse.Namespace) -> Path:
     return folder
 
 
-def protected_run(args: argparse.Namespace) -> Cluster:
-    """The run that is killed. Returns when it has ended; raises Failed if it hangs."""
-    cluster = Cluster(args.out, args.nodes + args.spares, args.ranks_per_node)
-    preload = JOBS[args.framework].preload
-    configure(
-        args.out / "deadpool.yaml", args.out / "output", spares=args.spares, patience_s=args.patience, preload=preload
-    )
+def protected_run(args: argparse.Namespace, resume: Path | None = None) -> Cluster:
+    """The run that is killed, or goes on from `resume`. Returns when it has ended; raises Failed if it hangs."""
+    folder = args.out if resume is None else args.out / "resumed"
+    cluster = Cluster(folder, args.nodes + args.spares, args.ranks_per_node)
+    fields = {"spares": args.spares, "patience_s": args.patience, "preload": JOBS[args.framework].preload}
+    if args.stop_at:
+        fields |= {"store_dir": str(args.out / "store")}
+    if resume is not None:
+        fields |= {"resume": str(resume)}
+    configure(folder / "deadpool.yaml", args.out / "output", **fields)
     faults = [word for node, step, phase in args.kills for word in ("--at", f"{node}@{step}:{phase}")]
     injector = [
         *faults,
@@ -102,23 +108,45 @@ def protected_run(args: argparse.Namespace) -> Cluster:
     ]
     command = ["deadpool_plugin.run", str(SCRIPTS / "faults" / "inject.py"), *injector]
     command += ["--", *script_and_arguments(args), "--startup-s", str(args.startup_s)]
-    command += ["--deadpool-config", str(args.out / "deadpool.yaml")]
+    command += ["--deadpool-config", str(folder / "deadpool.yaml")]
     size = f"{args.nodes} hosts, {args.ranks_per_node} ranks a host; spare hosts: {args.spares}"
-    tell(f"protected run: the same training with the plugin; {size}")
+    if resume is None:
+        tell(f"protected run: the same training with the plugin; {size}")
+    else:
+        tell(f"resumed run: the same command goes on from {resume.relative_to(args.out)}")
+    if args.stop_at and resume is None:
+        tell(f"  planned: every host gets SIGTERM in step {args.stop_at}")
     for node, step, phase in args.kills:
         tell(f"  planned: {host(node)} is killed in step {step}, {WHEN[phase]}")
     if args.kills and any("random" in kill for kill in args.kill or ["random"]):
         tell(f"  drawn: --seed {args.seed} draws it again")
     try:
         cluster.launch(["--module", *command])
-        with Bar("protected run", args.steps) as bar:
-            watch(cluster, args, Story(args, bar).look)
+        with Bar("protected run" if resume is None else "resumed run", args.steps) as bar:
+            to_stop = (cluster, args.stop_at) if args.stop_at and resume is None else None
+            story = Story(args, bar, to_stop)
+            if resume is not None:
+                story.follower.poll()  # what the job before has said
+            watch(cluster, args, story.look)
         left = cluster.close(grace_s=5.0)
     finally:
         cluster.close()
     if left:
         raise Failed(f"{len(left)} processes were still there after the job's end and had to be killed")
     return cluster
+
+
+def stopped_and_resumed_run(args: argparse.Namespace) -> tuple[Cluster, int]:
+    """The run that is ended by SIGTERM, and the one that goes on. Returns: the second one; the committed steps lost."""
+    protected_run(args)
+    events = read_events(args.out / "output")
+    left = [event for event in events if event["event"] == "StateWritten"]
+    if not left:
+        raise Failed(f"no host has left its state in {args.out / 'store'}{last_error(args.out / 'launcher')}")
+    cluster = protected_run(args, Path(left[0]["path"]))
+    committed = max(event["step"] for event in events if event["event"] in ("StepCommitted", "StateWritten"))
+    resumed = [event["step"] for event in read_events(args.out / "output") if event["event"] == "JobResumed"]
+    return cluster, max(0, committed - resumed[-1]) if resumed else committed + 1
 
 
 def watch(cluster: Cluster, args: argparse.Namespace, look: Callable[[], None]) -> None:
@@ -195,7 +223,8 @@ def newest_step(output: Path) -> tuple[int, float | None]:
 class Story:
     """The story of the protected run: a line for each kill and event that a person wants to know of."""
 
-    def __init__(self, args: argparse.Namespace, bar: Bar) -> None:
+    def __init__(self, args: argparse.Namespace, bar: Bar, to_stop: tuple[Cluster, int] | None = None) -> None:
+        self.to_stop = to_stop  # the job that is to end, and in which step
         self.marker, self.world, self.bar = args.out / "kills.jsonl", args.world, bar
         self.follower, self.view = Follower(args.out / "output"), JobView()
         self.kills: list[dict[str, Any]] = []
@@ -214,7 +243,14 @@ class Story:
                     self.said.append(line)
                     tell(f"  {line}")
             self.view.apply(event)
-        self.bar.show(*newest_step(self.follower.folder))
+        step, loss = newest_step(self.follower.folder)
+        self.bar.show(step, loss)
+        if self.to_stop is not None and step >= self.to_stop[1] - 1:
+            tell(f"  every process of every host gets SIGTERM after step {step}")
+            for pid in self.to_stop[0].processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            self.to_stop = None
         rows = ((f"{host(row.node)} {row.state}   ", STYLES[row.state]) for row in self.view.rows())
         self.bar.hosts = Text.assemble(*rows)
 
@@ -267,7 +303,8 @@ def judge(args: argparse.Namespace, reference: Path, cluster: Cluster) -> tuple[
     compared = compare_runs.compare(reference, args.out / "output")
     killed = {kill["node"] for kill in kills}
     ranks = range(args.ranks_per_node)
-    survivors = [node * args.ranks_per_node + i for node in range(args.nodes) if node not in killed for i in ranks]
+    staying = [node for node in range(args.nodes) if node not in killed] if cluster.folder == args.out else []
+    survivors = [node * args.ranks_per_node + i for node in staying for i in ranks]
     summary = {
         "bit_exact": compared["bit_exact"],
         "steps": compared["steps"],
@@ -290,7 +327,7 @@ def judge(args: argparse.Namespace, reference: Path, cluster: Cluster) -> tuple[
     alike: dict[tuple[int, str], list[Path]] = {}  # what several launchers say is one problem
     for node, code in codes.items():
         if code:
-            log = args.out / "launcher" / f"node{node}.txt"
+            log = cluster.folder / "launcher" / f"node{node}.txt"
             alike.setdefault((code, last_error(log).partition(": ")[2]), []).append(log)
     for (code, _), logs in alike.items():
         said, where = last_error(logs[0]), logs[0] if len(logs) == 1 else logs[0].parent
@@ -377,7 +414,11 @@ def main() -> int:
     try:
         make_corpus.ensure(CACHE / "corpus")
         reference = reference_run(args)
-        summary = report(args, reference, protected_run(args))
+        if args.stop_at:
+            cluster, steps_lost = stopped_and_resumed_run(args)
+            summary = report(args, reference, cluster) | {"resumed": True, "steps_lost": steps_lost}
+        else:
+            summary = report(args, reference, protected_run(args))
     except (Failed, OSError, subprocess.CalledProcessError, KeyboardInterrupt) as problem:
         ended = isinstance(problem, KeyboardInterrupt)
         summary["exit_code"] = 130 if ended else 1

@@ -27,7 +27,7 @@ from ..transport import join_protocol
 from ..transport.framing import ConnectionClosed
 from ..transport.join_protocol import Admitted, Answer, Busy, JobDescription, NotAdmitted
 from ..transport.mesh import ControlMesh
-from ..transport.rendezvous import Hello, job_id, meet
+from ..transport.rendezvous import Hello, Stored, job_id, meet
 from ..transport.sockets import Address
 from ..transport.tasks import loop_time
 from .node import LocalNode
@@ -76,7 +76,7 @@ class Links:
         before = self._node.host.store.before(holding.rank, holding.step)
         self._node.feed(api.SnapshotHeld(holding, generation, before))
 
-    async def listen(self) -> Hello:
+    async def listen(self, stored: Stored | None = None) -> Hello:
         """Open both listeners. Returns: what the others must know of this node. Raises: DeadpoolError."""
         node, addresses = self._node, self._node.host.where[1:]
         control = (addresses[0], (await self.mesh.listen())[1])
@@ -85,7 +85,7 @@ class Links:
         bulk = tuple(zip(addresses, node.host.bulk.serve(self._mirrored, self._refused), strict=True))
         return Hello(
             node.id, node.host.name, control, bulk, node.place.local_size, versions(), node.config.digest(),
-            os.urandom(8).hex(), node.job.launch,
+            os.urandom(8).hex(), node.job.launch, stored,
         )  # fmt: skip
 
     async def meet(self, hello: Hello) -> list[Hello]:

@@ -21,12 +21,13 @@ from ..config import Config
 from ..core import api, local
 from ..core.controller import Controller
 from ..core.messages import Goodbye, RankCalls, Verdict
-from ..core.types import Generation, Rank, SwapPlan, listed
+from ..core.types import NO_STEP, Generation, Rank, SwapPlan, World, listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, ConfigError, DeadpoolError, InvariantViolated, present
 from ..host.files import CONTACTS_FOLDER
 from ..host.machine import Machine
 from ..host.output import Cuts
 from ..host.proc import described_exit
+from ..mirror.disk import claim
 from ..transport.flight_recorder import read_calls, read_place
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
@@ -37,6 +38,7 @@ from .mirroring import Mirroring
 from .node import LocalNode, Slot
 from .rehearsals import Rehearsals
 from .reports import Reports
+from .resume import Beginning, Storage, beginning
 from .takeovers import TakeOvers
 from .workers import Workers
 from .world import Job, Place, described, described_supply, form_world, policy_of, rack_named, timing_of
@@ -69,6 +71,7 @@ class Agent:
         self._mirroring = Mirroring(node)
         self._workers = Workers(node, lambda slot: self._rehearsals.replace(slot))
         self._rehearsals = Rehearsals(node, self._workers, self._mirroring)
+        self._storage = Storage(node, self._mirroring)
         self._takeovers = TakeOvers(node, self._workers, self._mirroring, self._rehearsals)
         host.serve(self._on_message, self._workers.closed)
         host.store.on_corrupt(lambda rank, step: soon(self._loop, self.feed, api.HoldingsDropped(rank, step - 1)))
@@ -115,7 +118,9 @@ class Agent:
     async def _start(self) -> None:
         """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""
         node, config, joins = self._node, self._config, not self._in_job
-        hello = await self._links.listen()
+        resume = config.resume if not joins else None
+        stored = await self._host.at_files(lambda: self._storage.look(resume)) if resume is not None else None
+        hello = await self._links.listen(stored)
         members = await self._links.join(hello) if joins else ()
         hellos = await self._links.meet(hello) if not joins else []
         self._tasks.start(self._publish(hello))  # the file system may hang
@@ -126,10 +131,20 @@ class Agent:
             self._in_job = True
             self._reports.emit(events.NodeJoined(host=self._host.name, ranks=(), spare=True))
             return self.feed(api.Joining(members, rack_named(node.id, self._host.name, config.racks)))
-        world = form_world(hellos, config)
+        try:
+            world = form_world(hellos, config)
+            begins = beginning(world, hellos) if resume is not None else None
+        except ConfigError as error:  # all come to the same conclusion, and one says it
+            if node.id == 0:
+                raise
+            return self._leave(api.Leave(error.exit_code, str(error)))
+        if resume is not None:
+            await self._host.at_files(lambda: claim(resume, node.credentials.job))
         self._mirroring.enter(world)
-        self._workers.form(world)
-        self.feed(api.WorldFormed(world))
+        self._workers.form(world, begins=begins is None)
+        self.feed(api.WorldFormed(world, begins.step if begins is not None else NO_STEP))
+        if begins is not None:
+            self._tasks.start(self._resume(world, begins))
         if node.id == 0:
             hosts = [f"{one.host} ({', '.join(address for address, _ in one.bulk)})" for one in hellos]
             lines = [*described(world, hosts), self._links.how_to_join]
@@ -142,6 +157,16 @@ class Agent:
                 self._reports.say(line)
         ranks = world.ranks_of(node.id)
         self._reports.emit(events.NodeJoined(host=self._host.name, ranks=ranks, spare=not ranks))
+
+    async def _resume(self, world: World, begins: Beginning) -> None:
+        """Read this node's part of an earlier job, and have its ranks rehearsed; the controller does the rest."""
+        if self._node.id == 0:
+            self._reports.emit(events.JobResumed(step=begins.step, path=str(self._config.resume)))
+        await self._storage.read(world, begins)
+        for slot in self._node.slots:
+            if slot.rank >= 0:
+                readers = begins.readers(world, slot.rank, self._config.copies)
+                self._rehearsals.resume(slot, self._node.id if self._node.id in readers else min(readers))
 
     async def _publish(self, hello: Hello) -> None:
         node = self._node
@@ -419,6 +444,7 @@ class Agent:
             exit_code = await self._last_work()  # which may still fail
         else:
             await workers.wait(lambda: workers.workers_gone, WORKERS_KILL_S)
+            await self._storage.flush(self._controller.generation, self._controller.newest_committed)
         await workers.end_supervisors(exit_code, SUPERVISORS_END_S)
         await workers.outputs.drain(WORKERS_KILL_S)
         await self._host.close()

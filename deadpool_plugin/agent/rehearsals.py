@@ -117,6 +117,11 @@ class Rehearsals:
         if slot.rank in self._store.recordings and not self.promote(slot):
             self._begin_soon(slot, slot.rank, self._node.id)
 
+    def resume(self, slot: Slot, source: NodeId) -> None:
+        """Have a slot's rank of an earlier job rehearsed, as soon as `source` has read the files about it."""
+        work = self._begin_in_time(slot, slot.rank, source, limit_s=self._node.config.start_timeout_s)
+        self._beginning[slot, slot.rank] = asyncio.get_running_loop().create_task(work)
+
     def promote(self, slot: Slot) -> bool:
         if (process := self._workers.promote(slot)) is None:
             return False
@@ -171,14 +176,16 @@ class Rehearsals:
         if slot.rank < 0:
             self._node.feed(api.SpareFull(slot.local_rank, rank))
 
-    async def _begin_in_time(self, slot: Slot, rank: Rank, source: NodeId, stands_in: bool = False) -> None:
-        began = loop_time()
+    async def _begin_in_time(
+        self, slot: Slot, rank: Rank, source: NodeId, stands_in: bool = False, limit_s: float = 0.0
+    ) -> None:
+        began, limit_s = loop_time(), limit_s or self._node.config.slow_after_s
         while True:
             try:
                 await self.begin(slot, rank, source, stands_in)
                 return
             except DeadpoolError as error:  # who has come to run the rank just now may not hold its recording yet
-                if not isinstance(error, RefusedByPeer) or loop_time() - began >= self._node.config.slow_after_s:
+                if not isinstance(error, RefusedByPeer) or loop_time() - began >= limit_s:
                     self._beginning.pop((slot, rank), None)
                     return self._fail(slot, rank, str(error))
             await asyncio.sleep(_RETRY_S)

@@ -119,15 +119,15 @@ class Workers:
             if process.peer is not None and address in process.stores:
                 process.peer.send(local.HostStore())
 
-    def form(self, world: World) -> None:
-        """Enter a world whose ranks begin the script: tell every slot what it is."""
+    def form(self, world: World, begins: bool = True) -> None:
+        """Enter the first world: tell every slot what it is. `begins`: its ranks begin the script from its top."""
         self._node.world, self.committed, self._start = world, NO_STEP, None
         self._snapshots = self._void = ()
         ranks = world.ranks_of(self._node.id)
         for slot in self._slots:
             slot.rank = ranks[slot.local_rank] if slot.local_rank < len(ranks) else -1
             self.outputs.assign(slot)
-            if slot.rank >= 0:
+            if slot.rank >= 0 and begins:
                 self.order(slot, slot.rank, rehearses=False)
 
     def enter(self, world: World, restore_step: Step) -> None:

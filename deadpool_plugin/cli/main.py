@@ -79,11 +79,12 @@ def parser() -> argparse.ArgumentParser:
     of["config"].epilog = "deadpool config > deadpool.yaml"
     of["config"].set_defaults(run=_config)
 
-    of["launch"].usage = "deadpool launch DEEPSPEED'S ARGUMENTS... SCRIPT ARGUMENTS... [--deadpool-config FILE]"
+    of["launch"].usage = f"deadpool launch [--resume DIR] DEEPSPEED'S ARGUMENTS... SCRIPT ARGUMENTS... [{FLAG} FILE]"
     of["launch"].formatter_class = raw
     of["launch"].epilog = (
         "example:\n  deadpool launch --hostfile hosts.txt train.py --deepspeed_config ds.json \\\n"
-        "    --deadpool-config deadpool.yaml"
+        "    --deadpool-config deadpool.yaml\n"
+        "--resume STORE_DIR/JOB goes on from the state that an earlier job left (store_dir)"
     )
     line = "deepspeed's arguments (`deepspeed --help`), the script, its arguments"
     of["launch"].add_argument("words", nargs="+", metavar="SCRIPT", help=line)

@@ -18,11 +18,16 @@ class Input(msgspec.Struct, frozen=True):
 
 class WorldFormed(Input, frozen=True):
     world: World  # of generation 0: rendezvous is over, control connections to every member are up
+    resumes: Step = NO_STEP  # the step of an earlier job that this one goes on from, whose snapshots come as holdings
 
 
 class Joining(Input, frozen=True):
     members: tuple[NodeId, ...]  # to which this host is linked: it asks their job to take it in, with no WorldFormed
     rack: str = ""  # "" if that matters to nobody
+
+
+class FilesRead(Input, frozen=True):
+    """The snapshots of the step from which the job is resumed are held, as far as this node has and can read them."""
 
 
 class Ticked(Input, frozen=True):

@@ -103,6 +103,7 @@ class Context:
         self.decided: Decided | None = None  # the decision that began this generation; None in generation 0
         self.plan: SwapPlan | None = None  # that of `decided`
         self.begins_at_top = True  # the script begins from its top in this generation
+        self.resuming = False  # the files of an earlier job are being read: its state is this job's first restore step
         self.watch = Watch(timing)
         self.reported = Prepare(Ballot(0, 0, node), ())
         """The newest one that was promised: whom its proposer counts as lost. Void if the proposer is lost itself: of
@@ -153,8 +154,11 @@ class Context:
 
     # -- the world and the view of its members -----------------------------------------------------------------
 
-    def form(self, world: World) -> None:
+    def form(self, world: World, resumes: Step = NO_STEP) -> None:
         self.world, self.formed = world, True
+        if resumes != NO_STEP:
+            self.resuming, self.begins_at_top, self.has_trained = True, False, True
+            self.learn_committed(resumes)
         self.contact_at = self.formed_at = self.now
         self.moved_at = self.awake
         self.watch.unheard = set(world.members) - {self.node}
@@ -167,7 +171,7 @@ class Context:
             self.formed, self.formed_at = True, asked_at
         self.world, self.decided, self.plan = plan.world, decided, plan
         self.faults.update(plan.world.node_of[rank] for rank in plan.lost_ranks)
-        self.begins_at_top = plan.restore_step == NO_STEP
+        self.begins_at_top, self.resuming = plan.restore_step == NO_STEP, False
         self.committed = NO_STEP
         self.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
         self.every = plan.every

@@ -30,7 +30,7 @@ from .processes import Processes
 from .spares import JoinAttempt, SpareSupply
 from .stalls import Stalls
 from .swaps import Swaps
-from .types import EXIT_SIGNALLED, NEVER, Generation, NodeId, Rank, World
+from .types import EXIT_SIGNALLED, NEVER, Generation, NodeId, Rank, Step, World
 
 
 class Phase(Enum):
@@ -53,7 +53,12 @@ _DECIDED = {Phase.RESTORING: "decided", Phase.STARTING: "decided, before trainin
 _UNASKED = {Phase.RESTORING: "decided unasked"}
 
 MOVES: Mapping[Phase, Mapping[Phase, str]] = {
-    Phase.OUTSIDE: {Phase.STARTING: "all have met", Phase.JOINING: "met a job that runs", **_LEAVES},
+    Phase.OUTSIDE: {
+        Phase.STARTING: "all have met",
+        Phase.RESTORING: "all have met, to resume",
+        Phase.JOINING: "met a job that runs",
+        **_LEAVES,
+    },
     Phase.JOINING: _DECIDED | _LEAVES,
     Phase.STARTING: _TRAINS | _FENCES | _UNASKED | _LEAVES,
     Phase.RESTORING: _TRAINS | _FENCES | _LEAVES,
@@ -100,6 +105,11 @@ class Controller:
         return self._ctx.world.generation
 
     @property
+    def newest_committed(self) -> Step:
+        """The newest step that this node knows to be committed, and that no plan has undone."""
+        return self._ctx.newest_committed
+
+    @property
     def leads(self) -> bool:
         """Return whether this node coordinates, as far as it knows; before WorldFormed it speaks for itself."""
         return self._ctx.leads or not self._ctx.formed
@@ -142,8 +152,8 @@ class Controller:
                 self._probes.answered(event)
             case api.WorldFormed() | api.Joining() if self.phase is not Phase.OUTSIDE:
                 raise IllegalMove(f"{type(event).__name__} in phase {self.phase.name}: a node meets the others once")
-            case api.WorldFormed(world):
-                ctx.form(world)
+            case api.WorldFormed(world, resumes):
+                ctx.form(world, resumes)
                 self._begin_generation()
                 ctx.note()
                 if ctx.leads:

@@ -129,12 +129,26 @@ class Coordination:
             return ""
         if ctx.training:
             return self._stalls.tick(self._finished, self._ledger)
+        if ctx.resuming and (reason := self._resumed()):
+            return reason
         waited_s = self._stalls.waited_s
         if waited_s >= ctx.timing.start_timeout_s:
             ctx.stop(
                 f"rank(s) {listed(self.unready)} have not reached training in generation {ctx.world.generation}; no "
                 f"progress for {waited_s:.0f} s; raise start_timeout_s if the script needs more"
             )
+        return ""
+
+    def _resumed(self) -> str:
+        """Return why all are to go on from the earlier job's step now, "" as long as somebody reads it."""
+        ctx, reports = self._ctx, [self._coverage.report_of(node) for node in self._ctx.world.members]
+        if not all(report.read for report in reports):
+            return ""
+        point = self._ledger.restore_point(ctx.world, ctx.world.members, committed=ctx.newest_committed)
+        if isinstance(point, str):
+            ctx.stop(f"the job cannot be resumed: {point}; its files are as they were")
+        elif any(report.store for report in reports):
+            return f"step {point.step} of the earlier job is in memory: all go on from there"
         return ""
 
     def _advance(self) -> None:
@@ -153,7 +167,9 @@ class Coordination:
             for task in rehearsals(ctx.world, ctx.faults):
                 if (task.local_slot, task.rank) not in self._coverage.report_of(task.spare).rehearsed:
                     ctx.send(task.spare, Rehearse(ctx.world.generation, task.local_slot, task.rank))
-        if self._has_news:
+        if self._has_news and ctx.resuming:
+            self._stalls.moved()
+        elif self._has_news:
             self._has_news = False
             step = self._ledger.committed(ctx.world, self._committed, ctx.policy.copies)
             if step > self._committed:
@@ -165,7 +181,7 @@ class Coordination:
                 self._set_pace()
             if self._ledger.unpaired > self._committed:
                 self._pairing.ask(f"what the ranks had issued by step {self._ledger.unpaired} does not pair")
-        if self._covers_anew and self._committed >= self._floor and len(ctx.world.members) > 1:
+        if self._covers_anew and not ctx.resuming and self._committed >= self._floor and len(ctx.world.members) > 1:
             self._covers_anew = False
             self._say_protection()
         self._choose()

@@ -48,6 +48,7 @@ class Processes:
         self._took_steps: dict[Rank, float] = {}  # how many steps the newest mirroring took that each rank knows of
         self._most: dict[Rank, int] = {}  # how many steps snapshots may be apart, by the memory of each rank
         self._wanted, self._passed = set[Step](), set[Step]()
+        self._read = False  # the files of an earlier job, from which this one is resumed
         self._pruned = False  # records of the first steps of a rank of this node are dropped
         self._offers: dict[int, tuple[bool, str]] = {}  # whether a slot's process runs a rank, its store; newest last
         self._lost_stores: set[str] = set()
@@ -102,6 +103,7 @@ class Processes:
                 most=min(self._most.values(), default=0),
                 wanted=tuple(sorted(step for step in self._wanted if step > ctx.committed)),
                 passed=tuple(sorted(step for step in self._passed if step > ctx.committed)),
+                read=self._read,
             )
         ctx.send(ctx.coordinator, report)
         for failure in () if ctx.swapping else self.failures:
@@ -139,6 +141,9 @@ class Processes:
                     steps.add(event.step)
             case local.CheckpointSaved(step, path, whole):
                 ctx.note(ctx.learn_checkpoint(Checkpoint(whole, step, path)))
+            case api.FilesRead():
+                ctx.note(not self._read)
+                self._read = True
             case api.RecordsDropped():
                 ctx.note(not self._pruned)
                 self._pruned = True

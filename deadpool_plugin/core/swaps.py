@@ -238,7 +238,7 @@ class Swaps:
             lost=proposal.lost,
             stores={node: promise.store for node, promise in promises.items()},
             newest_committed=ctx.newest_committed,
-            lost_ranks=tuple(sorted(failed)),
+            lost_ranks=tuple(sorted(failed)) if not ctx.resuming else self._ranks_without(proposal.lost),
             joined={node: ctx.candidates[node] for node in ctx.joinable},
             may_start_over=not ctx.has_trained and ctx.newest_committed == NO_STEP,
             copies=ctx.policy.copies,
@@ -254,7 +254,8 @@ class Swaps:
                 ctx.emit(WaitingForHost(f"{described(proposal.lost)}; {plan.reason}"))
         elif isinstance(plan, Unrecoverable):
             ctx.learn_committed(plan.newest_committed)
-            self._stop(proposal, plan.reason, plan.lost_ranks)
+            kept = "; the files of the earlier job are as they were: start again" if ctx.resuming else ""
+            self._stop(proposal, f"{plan.reason}{kept}", plan.lost_ranks)
         elif plan.store or plan.restore_step == NO_STEP:
             if proposal.claim is not None:
                 return  # the witness is being asked
@@ -266,6 +267,9 @@ class Swaps:
                 self._ask_to_accept(proposal, plan)
         elif proposal.waits_with is not None:
             self._restart_phase(proposal)
+
+    def _ranks_without(self, lost: Mapping[NodeId, str]) -> tuple[Rank, ...]:
+        return tuple(rank for rank, node in enumerate(self._ctx.world.node_of) if node not in lost)
 
     def _restart_phase(self, proposal: Proposal) -> None:
         proposal.waits_with, proposal.deadline = None, self._ctx.awake + self._ctx.timing.phase_timeout_s

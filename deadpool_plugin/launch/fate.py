@@ -41,6 +41,7 @@ class Fate:
         self.finished, self.tellers, self.members = set[int](), set[int](), set[int]()
         self.replaced, self.fenced = set[int](), set[int]()
         """The nodes that the job goes on without: by a plan, and by their own word."""
+        self.stored = ""  # the folder in which hosts have left the job's state
         self._losses: list[events.NodeLost] = []
         self._waits: list[events.WaitingForHost] = []
         for event in chain.from_iterable((told or {}).values()):
@@ -64,6 +65,8 @@ class Fate:
                 self._waits.append(event)
             case events.NodeFenced():
                 self.fenced.add(event.node)
+            case events.StateWritten():
+                self.stored = event.path
             case events.NodeEnded():
                 self.codes[event.node] = event.exit_code
             case events.JobFinished():

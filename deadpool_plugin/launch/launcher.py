@@ -21,12 +21,13 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ..agent.links import versions
 from ..agent.world import check_hosts, check_slots, deepspeed_env, spare_nodes
 from ..config import Config, load
-from ..errors import ConfigError, shell_code
-from ..host import proc
+from ..errors import ConfigError, refusing, shell_code
+from ..host import files, proc
 from ..host.output import say
 from ..host.proc import ending_signals
 from ..transport.sockets import allow_many_files
@@ -53,8 +54,11 @@ LINE_BYTES_MAX = 64 << 20
 def launch(words: Sequence[str]) -> int:
     """Run the job; its exit code. Raises: ConfigError, before anything was started, for all this host can check."""
     try:
+        resume, words = _resumed(words)
         request = understood(words)
         config = load(request.config)
+        if resume is not None:
+            config = Config.model_validate(config.model_dump(exclude_unset=True) | {"resume": resume})
         check_slots(request.slots)
         hosts = len(request.slots) or len(request.hosts) or 1
         check_hosts(hosts, config.spares, config.copies)
@@ -66,22 +70,44 @@ def launch(words: Sequence[str]) -> int:
         say(f"hosts that train: {hosts - spares} of {hosts}; spares: {spares}")
         say(f"configuration: {request.config or 'none, all defaults'}; output_dir: {config.output_dir.absolute()}")
         if not request.hosts:  # nothing to carry anywhere, and its own exit code says it all
-            os.execv(DEEPSPEED[0], [*DEEPSPEED, *request.deepspeed(request.config)])
+            file = request.config if resume is None else _written(config)
+            os.execv(DEEPSPEED[0], [*DEEPSPEED, *request.deepspeed(file)])
         for name in ("ssh", "pdsh"):
             if shutil.which(name) is None:
                 found = f"{os.uname().nodename} has no `{name}`"
                 raise ConfigError(found, f"{name}, by which deepspeed starts jobs", f"install {name} there")
         allow_many_files()  # some for every host, here and in pdsh
-        return asyncio.run(Launcher(request, config, secret).run())
+        return asyncio.run(Launcher(request, config, secret, words).run())
     except KeyboardInterrupt:
         say("interrupted before anything was started")
         return 128 + signal.SIGINT
 
 
-class Launcher:
-    """One job, from the stewards' start to its last line."""
+def _resumed(words: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
+    """Take `--resume DIR` off the front; a script may have an option of that name."""
+    name, equals, value = (words[0] if words else "").partition("=")
+    if name != "--resume":
+        return None, words
+    if not equals and len(words) < 2:
+        raise ConfigError("--resume is the last word", "`--resume STORE_DIR/JOB`", "name the folder")
+    folder, rest = (value, words[1:]) if equals else (words[1], words[2:])
+    return Path(folder).absolute(), rest
 
-    def __init__(self, request: Request, config: Config, secret: bytes) -> None:
+
+def _written(config: Config) -> str:
+    """Write a configuration where a job on this host alone finds it. Raises: ConfigError."""
+    path = config.output_dir.absolute() / "resumed.yaml"
+    with refusing(f"{path} cannot be written", "an output_dir that can be", "correct it"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.put(path, config.told().encode())
+    return str(path)
+
+
+class Launcher:
+    """One job, from the stewards' start to its last line. `words`: those of the command line, to say them again."""
+
+    def __init__(self, request: Request, config: Config, secret: bytes, words: Sequence[str] = ()) -> None:
+        self._words = words
         self._request, self._config, self._secret, self._job = request, config, secret, job_files.new_job()
         self._tag = f"launch.{self._job}."
         self._stewards = [Connection(host, node) for node, host in enumerate(request.hosts)]
@@ -162,7 +188,7 @@ class Launcher:
             if running.done() and not self._order.leave:
                 self._give(Order(True, self._order.grace_s))
                 if self._config.on_launcher_loss == "stop":
-                    self._end(self._config.phase_timeout_s)
+                    self._end(self._config.ending_timeout_s)
             self._settle(running.done())
             # A host whose processes stand still never returns, and its sshd keeps deepspeed's connection alive.
             if time.monotonic() >= self._deadline:
@@ -195,7 +221,7 @@ class Launcher:
         running = {one.node for one in self._stewards if one.ran_at > since}
         if self._settled is None and fate.settled(running, len(hosts)):
             self._settled = fate.outcome(hosts, 0)
-            self._end(self._config.phase_timeout_s)
+            self._end(self._config.ending_timeout_s)
 
     def _interrupt(self, number: int) -> None:
         """End the job: at once if it has not formed yet, or the second time. An outcome that is known stays."""
@@ -209,7 +235,7 @@ class Launcher:
         elif not any(one.formed for one in self._stewards):
             said = f"interrupted before the job has formed: ending it on {hosts} hosts"
         else:
-            grace_s = self._config.phase_timeout_s
+            grace_s = self._config.ending_timeout_s
             said = f"interrupted: ending the job on {hosts} hosts; processes left after {grace_s:g} s are killed"
         say(said)
         if not grace_s:
@@ -231,6 +257,8 @@ class Launcher:
                 if not os.path.isfile(path):
                     say(f"there is no file {path} where the job was launched; to do: correct the command")
         say(str(found))
+        if path := self._fate().stored:
+            say(f"to go on: {shlex.join(['deadpool', 'launch', '--resume', path, *self._words])}")
         return found.exit_code
 
 

@@ -41,7 +41,7 @@ name the folder, too, and are the launcher's to end."""
 
 FateEvent = (  # what became of a job
     events.NodeJoined | events.NodeLost | events.SwapPlanned | events.NodeFenced | events.NodeEnded
-    | events.JobFinished | events.JobStopped
+    | events.JobFinished | events.JobStopped | events.StateWritten
 )  # fmt: skip
 _KINDS = tuple(f'"event":"{kind.__name__}"'.encode() for kind in FateEvent.__args__)
 _fate: msgspec.json.Decoder[FateEvent] = msgspec.json.Decoder(FateEvent)
@@ -171,7 +171,7 @@ class Steward:
             if order.grace_s is not None:
                 ends_by, deadline = signal.SIGINT, min(deadline, time.monotonic() + order.grace_s)
             elif self._launcher_is_gone() and self._config.on_launcher_loss == "stop" and not ends_by:
-                ends_by, deadline = signal.SIGHUP, time.monotonic() + self._config.phase_timeout_s
+                ends_by, deadline = signal.SIGHUP, time.monotonic() + self._config.ending_timeout_s
             if time.monotonic() > deadline:
                 killed |= proc.kill_all(lambda: job_processes(self._folder))
             for pid in supervisors(self._folder) - signalled if ends_by else ():

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..core.types import Count, NodeId, listed
+from ..core.types import Count, Generation, Holding, NodeId, listed
 from ..errors import PeerRefused, TransportError
 from .framing import ConnectionClosed, put, take
 from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Listener, asked
@@ -32,6 +32,16 @@ _RETRY_S = 0.2
 LISTEN_S = 5.0
 """How long node 0 waits for a port that an earlier launch may hold, and is about to leave."""
 _log = logging.getLogger(__name__)
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True):
+    """The files of an earlier job that a host sees: whose they are, and the snapshots that it can read, each with the
+    generation in which it was taken."""
+
+    job: str
+    command: list[str]
+    ranks_total: Count
+    holdings: tuple[tuple[Generation, Holding], ...]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -49,6 +59,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     launch: str = ""
     """The launch that started it; a later one is larger. "" if it has no name: plain `deepspeed` gives its hosts
     nothing that differs from start to start, and Slurm's job and step may differ between hosts of one start."""
+    stored: Stored | None = None
 
 
 def job_id(hellos: Sequence[Hello]) -> str:

@@ -69,6 +69,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--startup-s", type=float, default=0.0, help="seconds the script sleeps before it trains")
     parser.add_argument("--kill", action="append", metavar="NODE@STEP[:PHASE]", help=f"PHASE: {' '.join(PHASES)}")
     parser.add_argument("--no-kill", action="store_true")
+    line = "all hosts get SIGTERM in this step, and another job goes on from what they leave on disk; kills nobody else"
+    parser.add_argument("--stop-at", type=int, default=0, metavar="STEP", help=line)
     seed = random.SystemRandom().randrange(10**6)
     parser.add_argument("--seed", type=int, default=seed, help="for every `random` in a kill; default kill: all random")
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
@@ -90,7 +92,7 @@ def parse_args() -> argparse.Namespace:
     if args.world % (replica := JOBS[args.framework].pipelines(args)):
         parser.error(f"{args.world} ranks cannot be split into replicas of {replica}")
     try:
-        args.kills = [] if args.no_kill else plan_kills(args)
+        args.kills = [] if args.no_kill or (args.stop_at and not args.kill) else plan_kills(args)
     except ValueError as problem:
         parser.error(str(problem))
     return args

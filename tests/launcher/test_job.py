@@ -32,6 +32,16 @@ def test_two_nodes_are_replaced_bit_for_bit(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_job_that_is_told_to_end_goes_on_bit_for_bit(tmp_path):
+    size = ["--nodes", "2", "--ranks-per-node", "2", "--pp", "1", "--spares", "1", "--steps", "20", "--stop-at", "12"]
+    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--out", str(tmp_path), *size]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    summary = json.loads(ended.stdout.splitlines()[-1])
+    assert ended.returncode == 0 and summary["bit_exact"], ended.stdout[-3000:]
+    assert summary["resumed"] and summary["steps_lost"] == 0
+
+
+@pytest.mark.slow
 def test_killed_parts_of_nodes_cost_these_nodes_only_until_no_spare_is_left(start):
     """Kills a launch.py, an agent, a supervisor: no orphan there, a swap; the third loss ends the job."""
     job = start(2, 1, 2, 100_000, "--tp", "2")

@@ -297,7 +297,7 @@ def test_a_job_that_stops_is_one_problem_a_line_and_the_job_s_own_words_come_las
     said = "[deadpool] job stopped (exit code 86): node 1 was lost"
     (tmp_path / "launcher" / "node0.txt").write_text(f"{said}\nlauncher: leaving\n")
     args = fake(out=tmp_path, ranks_per_node=1, nodes=2, steps=10, kills=[(1, 6, "forward")])
-    cluster = fake(exit_codes=lambda: [86, -9])
+    cluster = fake(folder=tmp_path, exit_codes=lambda: [86, -9])
     summary, problems = demo.judge(args, tmp_path / "undisturbed", cluster)
     assert summary["exit_code"] == 86
     assert sum("swap of node1: no event tells generation, plan_s" in problem for problem in problems) == 1
@@ -311,7 +311,7 @@ def test_what_several_launchers_say_is_one_problem(tmp_path):
     for node in (0, 1):
         (tmp_path / "launcher" / f"node{node}.txt").write_text(f"{said}\nlauncher: leaving\n")
     args = fake(out=tmp_path, ranks_per_node=1, nodes=2, steps=10, kills=[])
-    _, problems = demo.judge(args, tmp_path / "undisturbed", fake(exit_codes=lambda: [78, 78]))
+    _, problems = demo.judge(args, tmp_path / "undisturbed", fake(folder=tmp_path, exit_codes=lambda: [78, 78]))
     assert problems[-1] == f"launcher of node0, node1 ended with 78 (node0.txt: {said}); log: {tmp_path}/launcher"
     assert not [problem for problem in problems[:-1] if problem.startswith("launcher of")]
 

@@ -15,6 +15,7 @@ from .test_controller import PLAN, TIMING, WORLD, decided, formed, hear
 
 README = Path(__file__).resolve().parents[3] / "deadpool_plugin" / "core" / "README.md"
 MEET, JOIN, STOP = api.WorldFormed(WORLD), api.Joining((0, 1)), api.StopRequested("operator", 143)
+RESUME = api.WorldFormed(WORLD, 7)
 TRAINS, TRAINS_AGAIN = (api.Received(0, Status(generation, 3, True)) for generation in (0, 1))
 ASK, ASK_AGAIN = (api.Received(0, Prepare(Ballot(generation, 1, 0), ())) for generation in (1, 2))
 WAIT = api.Received(0, Status(0, 3, True, waiting=True))
@@ -27,6 +28,7 @@ LIVES = (
     (MEET, ASK, BEGIN_AGAIN, STOP),
     *((MEET, ASK, WAIT, end) for end in (DECIDE, BEGIN_AGAIN, STOP)),
     *((JOIN, end) for end in (DECIDE, BEGIN_AGAIN, STOP)),
+    (RESUME, ASK, STOP),
     (STOP,),
 )
 """Inputs of node 3, one after the other."""

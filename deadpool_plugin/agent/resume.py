@@ -1,0 +1,220 @@
+"""Flush and resume: this node's memory as files, and the files of an earlier job as this node's memory.
+
+Rules of this file: every node comes to the same step from the hellos of all. Of that step a node reads what it is to
+hold in the new world; what not all holders see is read by all that do. A file that is damaged is left out, and another
+copy counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from .. import events
+from ..config import STORING_S
+from ..core import api, local
+from ..core.ledger import Ledger
+from ..core.placement import held_by
+from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
+from ..errors import ConfigError, DeadpoolError, StorageError
+from ..mirror import disk
+from ..mirror.disk import Manifest, Shelf, StoredSnapshot
+from ..transport.rendezvous import Hello, Stored
+from ..transport.tasks import loop_time
+from .links import versions
+from .mirroring import Mirroring
+from .node import LocalNode
+
+EXPORT = "let the earlier job's own script save a checkpoint, and load that"
+
+
+class Beginning(NamedTuple):
+    """The step that a job goes on from. `seen`: the nodes that see files of each rank's snapshot."""
+
+    generation: Generation
+    step: Step
+    job: str
+    seen: dict[Rank, set[NodeId]]
+
+    def readers(self, world: World, rank: Rank, copies: int) -> set[NodeId]:
+        """Choose the nodes that read a rank's files: as many as hold it in the job, or a damaged file could be all."""
+        seen = self.seen[rank]
+        holders = {node for node in seen if rank in held_by(world, node, copies)}
+        return holders if len(holders) > copies else seen
+
+
+def beginning(world: World, hellos: Sequence[Hello]) -> Beginning:
+    """Choose the newest step that the files of all hosts together hold of every rank. Raises: ConfigError."""
+    stored = {hello.node: hello.stored for hello in hellos if hello.stored is not None}
+    hosts = {hello.node: hello.host for hello in hellos}
+    if not stored:
+        raise ConfigError("`resume` names a job of which no host has files", "STORE_DIR/JOB", "correct `resume`")
+    node, first = next(iter(stored.items()))
+    for other, its in stored.items():
+        if its.job != first.job:
+            found = f"`resume` leads to job {first.job} on {hosts[node]} and to job {its.job} on {hosts[other]}"
+            raise ConfigError(found, "the same job on all hosts", "name its folder, STORE_DIR/JOB")
+    if first.ranks_total != len(world.node_of):
+        raise ConfigError(
+            f"job {first.job} had {first.ranks_total} rank(s), this one has {len(world.node_of)}",
+            "as many as before (spares may differ)",
+            f"start it on as many hosts; for another layout {EXPORT}",
+        )
+    generations = sorted({one for its in stored.values() for one, _ in its.holdings}, reverse=True)
+    reasons = list[str]()
+    for generation in generations:  # steps of two generations may be of two histories
+        held = {node: [held for one, held in its.holdings if one == generation] for node, its in stored.items()}
+        point = Ledger(held).restore_point(world, held)
+        if not isinstance(point, str):
+            return Beginning(generation, point.step, first.job, _seen(held, point.step))
+        reasons.append(point)
+    raise ConfigError(
+        f"job {first.job} cannot be resumed: {reasons[0] if reasons else 'no host has a snapshot of it'}",
+        "files of every rank on the hosts that take part",
+        "let the hosts take part that have the missing files",
+    )
+
+
+def _seen(held: dict[NodeId, list[Holding]], step: Step) -> dict[Rank, set[NodeId]]:
+    seen = dict[Rank, set[NodeId]]()
+    for node, holdings in held.items():
+        for holding in holdings:
+            if holding.step == step:
+                seen.setdefault(holding.rank, set()).add(node)
+    return seen
+
+
+class Storage:
+    """Files of this node: those it leaves in `store_dir`, and those of the job that `resume` names."""
+
+    def __init__(self, node: LocalNode, mirroring: Mirroring) -> None:
+        self._node, self._mirroring, self._store = node, mirroring, node.host.store
+        self._shelves: list[Shelf] = []
+
+    @property
+    def _command(self) -> list[str]:
+        words = self._node.job.command
+        return [word for word in words if not word.startswith(("--local_rank=", "--local-rank="))]
+
+    # ---- flush
+
+    async def flush(self, generation: Generation, committed: Step) -> None:
+        """Write what this node holds of the newest committed step, and of newer ones, and say what was written."""
+        node = self._node
+        store_dir, world = node.config.store_dir, node.world
+        if store_dir is None or world is None or not self._mirroring.profiles:
+            return
+        began = loop_time()
+        manifest = Manifest(
+            node.credentials.job, node.id, node.host.name, generation, committed, len(world.node_of), self._command,
+            versions(),
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(STORING_S):
+                written = await node.host.at_files(lambda: disk.write(store_dir, manifest, self._store))
+        except TimeoutError:
+            return node.reports.emit(events.StateLost(f"{store_dir} has not taken it within {STORING_S:g} s"))
+        except DeadpoolError as error:
+            return node.reports.emit(events.StateLost(str(error)))
+        job_dir, took_s = store_dir.absolute() / manifest.job, loop_time() - began
+        node.reports.emit(events.StateWritten(committed, str(job_dir), written.nbytes, took_s))
+
+    # ---- resume
+
+    def look(self, job_dir: Path) -> Stored | None:
+        """Find the earlier job's files on this host. Raises: ConfigError. Blocks: for the disk."""
+        self._shelves, problems = disk.shelves(job_dir)
+        for problem in problems:
+            self._node.reports.say(f"{problem}; it is left out")
+        if not self._shelves:
+            return None
+        first = self._shelves[0].manifest
+        for _, manifest in self._shelves:
+            if manifest.command != self._command:
+                raise ConfigError(
+                    f"job {manifest.job} in {job_dir} ran {' '.join(manifest.command)}",
+                    f"the command of this job, {' '.join(self._command)}",
+                    f"start it with the same command; to change it {EXPORT}",
+                )
+        holdings = dict[tuple[Generation, Rank, Step], Holding]()
+        for _, manifest in self._shelves:
+            for one in manifest.snapshots:
+                key = one.generation, one.rank, one.step
+                held = Holding(one.rank, one.step, one.payload is not None, one.replicas, one.paired)
+                if key not in holdings or held.payload:
+                    holdings[key] = held
+        told = tuple((generation, held) for (generation, _, _), held in sorted(holdings.items()))
+        return Stored(first.job, first.command, first.ranks_total, told)
+
+    async def read(self, world: World, begins: Beginning) -> None:
+        """Bring the snapshots that this node is to hold into its memory, and feed them; what is damaged is said."""
+        node, copies = self._node, self._node.config.copies
+        run = world.ranks_of(node.id)
+        for rank in sorted(begins.seen):
+            if node.id not in begins.readers(world, rank, copies):
+                continue
+            for shelf, one in self._copies_of(rank, begins, 0 if rank in run else 1):
+                try:
+                    holding = await node.host.in_thread(lambda: self._read(shelf, one, at_home=rank in run))  # noqa: B023
+                except StorageError as error:
+                    node.reports.emit(events.Note(text=f"node {node.id}: {error}; another copy is looked for"))
+                    continue
+                node.feed(api.SnapshotHeld(holding, world.generation))
+                break
+        node.feed(api.FilesRead())
+
+    def _copies_of(self, rank: Rank, begins: Beginning, turn: int) -> Iterable[tuple[Shelf, StoredSnapshot]]:
+        """Find the copies of a rank's snapshot here, with payload first; the holders begin with different ones."""
+        found = [
+            (shelf, one)
+            for shelf in self._shelves
+            for one in shelf.manifest.snapshots
+            if (one.generation, one.rank, one.step) == (begins.generation, rank, begins.step)
+        ]
+        whole = [copy for copy in found if copy[1].payload is not None]
+        turn = turn % len(whole) if whole else 0
+        return [*whole[turn:], *whole[:turn], *(copy for copy in found if copy[1].payload is None)]
+
+    def _read(self, shelf: Shelf, snapshot: StoredSnapshot, at_home: bool) -> Holding:
+        store, rank, step, generation = self._store, snapshot.rank, snapshot.step, self._store.generation
+        script = next((one for one in shelf.manifest.ranks if one.rank == rank), None)
+        if script is None or script.first > 0 or script.last < step:
+            kept = f"steps {script.first} to {script.last}" if script is not None else "none"
+            raise StorageError(
+                f"{shelf.folder} has call records of rank {rank} of {kept}",
+                f"those of all steps up to {step}, which a new process needs",
+                "raise history_limit_mib in the next job",
+            )
+        recording = disk.read_recording(shelf.folder, script)
+        try:
+            profile = msgspec.msgpack.decode(recording, type=local.RankReady)
+        except msgspec.MsgspecError as error:
+            raise StorageError(f"the recording of rank {rank} in {shelf.folder} cannot be read: {error}") from error
+        records = disk.read_history(shelf.folder, script)
+        holding = Holding(rank, step, snapshot.payload is not None, snapshot.replicas, snapshot.paired)
+        shape = rank, profile.header_bytes, profile.payload_bytes
+        if at_home and holding.payload:
+            pair = store.make_own(*shape)
+            try:
+                disk.read_payload(shelf.folder, snapshot, pair)
+                holding = store.adopt_own(pair, step, generation, snapshot.replicas)
+            except BaseException:
+                pair.invalidate(step)
+                store.put_back(pair)
+                raise
+        else:
+            with store.writing(rank):
+                payload_bytes = profile.payload_bytes if holding.payload else 0
+                pair = store.begin_mirror(rank, step, generation, profile.header_bytes, payload_bytes)
+                disk.read_payload(shelf.folder, snapshot, pair)
+                sums = snapshot.payload.sums if snapshot.payload is not None else ()
+                store.finish_mirror(pair, snapshot.header, generation, holding, [], sums)
+        store.recordings[rank] = recording
+        store.history(rank).truncate(NO_STEP)
+        store.history(rank).append(script.last, *records)
+        store.history(rank).truncate(step)
+        return holding

@@ -1,0 +1,191 @@
+"""A job's state on disk: what is written is read again bit for bit, or refused by name."""
+
+import contextlib
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from support import present
+from support.stores import free
+
+from deadpool_plugin.core.types import Holding
+from deadpool_plugin.errors import StorageError
+from deadpool_plugin.mirror import disk
+from deadpool_plugin.mirror.arena import SlotPair
+from deadpool_plugin.mirror.disk import Manifest
+from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.mirror.wire import FRAME_BYTES
+
+PAYLOAD_BYTES = FRAME_BYTES + 100
+MUTATIONS = 2000
+SEED = 28
+
+
+def manifest(step: int = 7, node: int = 1, job: str = "job") -> Manifest:
+    return Manifest(job, node, "host1", 3, step, 2, ["train.py", "--lr", "1"], {"torch": "2"})
+
+
+def content(rank: int, step: int) -> bytes:
+    return random.Random(f"{rank} {step}").randbytes(PAYLOAD_BYTES)
+
+
+@pytest.fixture
+def store():
+    """Rank 0 runs here, with steps 7 and 8; rank 1 is mirrored, its header alone."""
+    store = SnapshotStore()
+    pair = store.create_own(0, 4096, PAYLOAD_BYTES)
+    for step in (7, 8):
+        pair.invalidate(step)
+        pair.payload(step)[:] = content(0, step)
+        pair.seal(step, 2, "layout", b"scalars of 0", paired=5)
+        store.staged(0, step, 0, (0, 1))
+    mirror = store.begin_mirror(1, 7, 0, 4096, 0)
+    other = SlotPair.create(1, 4096, 0)
+    other.seal(7, 2, "layout", b"scalars of 1", paired=6)
+    encoded = present(other.sealed(7)).encoded
+    other.close()
+    store.finish_mirror(mirror, encoded, 0, Holding(1, 7, False, (0, 1), 6), [b"last"], ())
+    for rank in (0, 1):
+        store.recordings[rank] = b"recording of %d" % rank
+        store.history(rank).append(8, *(b"record %d of %d" % (step, rank) for step in range(9)))
+    yield store
+    free(store)
+
+
+def read_back(folder: Path) -> list[object]:
+    """All that can be read of a folder. Raises: StorageError."""
+    found, read = disk.load(folder), list[object]()
+    read.append(found)
+    with contextlib.ExitStack() as slots:
+        pairs = [SlotPair.create(rank, 4096, PAYLOAD_BYTES) for rank in (0, 1)]
+        for pair in pairs:
+            slots.callback(pair.close)
+        for one in found.snapshots:
+            disk.read_payload(folder, one, pairs[one.rank])
+            read.append(bytes(pairs[one.rank].payload(one.step)) if one.payload is not None else b"")
+    for its in found.ranks:
+        read += [disk.read_recording(folder, its), disk.read_history(folder, its)]
+    return read
+
+
+def test_what_is_written_is_read_again(store, tmp_path):
+    written = disk.write(tmp_path, manifest(), store)
+    folder = tmp_path / "job" / "3.7" / "node1"
+    assert [(one.rank, one.step, one.payload is not None) for one in written.snapshots] == [
+        (0, 7, True), (0, 8, True), (1, 7, False)
+    ]  # fmt: skip
+    found, *read = read_back(folder)
+    assert found == written and written.nbytes == sum(path.stat().st_size for path in folder.glob("rank*"))
+    records = [[b"record %d of %d" % (step, rank) for step in range(9)] for rank in (0, 1)]
+    assert read == [content(0, 7), content(0, 8), b"", b"recording of 0", records[0], b"recording of 1", records[1]]
+    assert {oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == {"0o600"}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    ([shelf], problems) = disk.shelves(tmp_path / "job")
+    assert shelf.folder == folder and not problems
+
+
+def test_only_the_committed_step_and_newer_ones_are_written(store, tmp_path):
+    written = disk.write(tmp_path, manifest(step=8), store)
+    assert [(one.rank, one.step) for one in written.snapshots] == [(0, 8)]
+
+
+def test_what_is_overwritten_meanwhile_is_left_out(store, tmp_path):
+    present(store.own(0)).invalidate(9)
+    written = disk.write(tmp_path, manifest(), store)
+    assert [(one.rank, one.step) for one in written.snapshots] == [(0, 8), (1, 7)]
+
+
+def test_a_folder_that_is_there_stays_as_it_is(store, tmp_path):
+    first = disk.write(tmp_path, manifest(), store)
+    store.recordings[0] = b"another"
+    assert disk.write(tmp_path, manifest(), store) == first
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
+def test_of_what_cannot_be_written_nothing_is_left(store, tmp_path, monkeypatch, call):
+    def fails(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path if call == "rename" else os, call, fails)
+    with pytest.raises(StorageError, match="node1 cannot be written: No space left on device"):
+        disk.write(tmp_path, manifest(), store)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert disk.shelves(tmp_path / "job") == ([], [])
+
+
+def test_a_writer_that_was_killed_leaves_nothing_that_counts(store, tmp_path):
+    """Whatever it had written by then, the folder has not got its name; the next one begins anew."""
+    disk.write(tmp_path, manifest(), store)
+    folder = tmp_path / "job" / "3.7" / "node1"
+    draft = folder.with_name(".node1.draft")
+    folder.rename(draft)
+    assert disk.shelves(tmp_path / "job") == ([], [])
+    disk.write(tmp_path, manifest(), store)
+    assert not draft.exists() and len(disk.shelves(tmp_path / "job")[0]) == 1
+
+
+def test_mutated_files_are_refused_by_name_or_read_right(store, tmp_path):
+    disk.write(tmp_path, manifest(), store)
+    folder, foreign = tmp_path / "job" / "3.7" / "node1", tmp_path / "other"
+    shutil.copytree(folder, foreign)
+    expected = read_back(folder)
+    (foreign / "rank0.recording").write_bytes(b"recording of X")
+    (foreign / "rank0.history").write_bytes(b"\xff" * 10)
+    (foreign / "rank0.step7.payload").write_bytes(content(1, 7))
+    draw, refused = random.Random(SEED), 0
+    names = sorted(path.name for path in folder.iterdir())
+    kept = {name: (folder / name).read_bytes() for name in names}
+    for number in range(MUTATIONS):
+        name = draw.choice(names)
+        path, data = folder / name, bytearray(kept[name])
+        match draw.choice(["flip", "flip", "cut", "add", "swap", "gone", "foreign", "zero"]):
+            case "flip":
+                for _ in range(draw.choice([1, 1, 8])):
+                    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+                path.write_bytes(data)
+            case "cut":
+                path.write_bytes(data[: draw.randrange(len(data) + 1)])
+            case "add":
+                path.write_bytes(data + draw.randbytes(draw.randint(0, 9)))
+            case "swap":
+                path.write_bytes(kept[draw.choice(names)])
+            case "gone":
+                path.unlink()
+            case "foreign":
+                path.write_bytes((foreign / name).read_bytes())
+            case "zero":
+                start = draw.randrange(len(data))
+                data[start : start + 64] = bytes(len(data[start : start + 64]))
+                path.write_bytes(data)
+        try:
+            assert read_back(folder) == expected, f"mutation {number} of seed {SEED} is read wrong"
+        except StorageError as error:
+            assert name in str(error), f"mutation {number} of seed {SEED}: {error}"
+            refused += 1
+        path.write_bytes(kept[name])
+        path.chmod(0o600)
+    assert refused > MUTATIONS / 2
+
+
+def test_a_file_of_another_version_is_named(store, tmp_path):
+    disk.write(tmp_path, manifest(), store)
+    path = tmp_path / "job" / "3.7" / "node1" / "manifest"
+    data = bytearray(path.read_bytes())
+    data[8] = 9
+    path.write_bytes(data)
+    _, [problem] = disk.shelves(tmp_path / "job")
+    assert "manifest has format 9; expected format 1" in problem
+
+
+def test_a_file_that_others_could_have_written_is_refused(store, tmp_path):
+    disk.write(tmp_path, manifest(), store)
+    folder = tmp_path / "job" / "3.7" / "node1"
+    (folder / "rank0.recording").chmod(0o622)
+    with pytest.raises(StorageError, match="mode 622.* may have been written by others"):
+        read_back(folder)
+    (folder / "rank0.recording").unlink()
+    (folder / "rank0.recording").symlink_to("/etc/hostname")
+    with pytest.raises(StorageError, match="rank0.recording cannot be read"):
+        read_back(folder)

@@ -1,0 +1,230 @@
+"""agent/resume.py: what hosts leave on disk, and what another job's hosts make of it, in whatever order they come."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from support import present
+from support.hosts import host, local_node
+from support.stores import free
+
+from deadpool_plugin import events
+from deadpool_plugin.agent.mirroring import Mirroring
+from deadpool_plugin.agent.node import LocalNode
+from deadpool_plugin.agent.resume import Beginning, Storage, beginning
+from deadpool_plugin.agent.world import Job
+from deadpool_plugin.core import api, local
+from deadpool_plugin.core.ledger import Ledger
+from deadpool_plugin.core.placement import buddies_of, held_by
+from deadpool_plugin.core.types import Holding, World
+from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.transport.rendezvous import Hello, Stored
+
+WORLD = World(0, (0, 0, 1, 1, 2, 2), (3,))
+PAYLOAD_BYTES = 3000
+STEP, GENERATION = 5, 2
+SEEDS = range(40)
+
+
+class Host:
+    """One node's agent, as far as its files go. `said`: the events it emits; `fed`: what its controller hears."""
+
+    def __init__(self, node: int, store_dir: Path, command: Sequence[str] = ("train.py",)) -> None:
+        self.store, self.fed, self.said = SnapshotStore(), list[api.Input](), list[events.Event]()
+        made: LocalNode = local_node(host(self.store), self.fed.append, node=node, store_dir=store_dir)
+        made.job = Job(["--local_rank=0", *command], "/", "", {})
+        made.reports.emit, made.reports.say = self.said.append, self.said.append  # type: ignore[method-assign,assignment]
+        made.world = WORLD
+        self.node, self.mirroring = made, Mirroring(made)
+        self.storage = Storage(made, self.mirroring)
+
+    def hello(self, job_dir: Path) -> Hello:
+        stored = self.storage.look(job_dir)
+        return Hello(self.node.id, f"h{self.node.id}", ("h", 1), (("h", 2),), 2, {}, "", stored=stored)
+
+
+def content(rank: int, step: int) -> bytes:
+    return random.Random(f"{rank} {step}").randbytes(PAYLOAD_BYTES)
+
+
+def hold(on: Host, rank: int, step: int, own: bool) -> None:
+    store, profile = on.store, local.RankReady(rank, 4096, PAYLOAD_BYTES, "layout", (rank,), b"recording")
+    if own:
+        pair = store.own(rank) or store.create_own(rank, 4096, PAYLOAD_BYTES)
+    else:
+        pair = store.begin_mirror(rank, step, 0, 4096, PAYLOAD_BYTES)
+    pair.invalidate(step)
+    pair.payload(step)[:] = content(rank, step)
+    pair.seal(step, GENERATION, "layout", b"scalars")
+    if own:
+        store.staged(rank, step, 0, (rank,))
+        on.mirroring.adopt(profile)
+    else:
+        encoded = present(pair.sealed(step)).encoded
+        store.finish_mirror(pair, encoded, 0, Holding(rank, step, True, (rank,)), [], ())
+        store.recordings[rank] = msgspec.msgpack.encode(profile)
+    store.history(rank).append(step, *(b"step %d" % one for one in range(step + 1)))
+
+
+def flushed(folders: dict[int, Path], lost: Sequence[int] = ()) -> None:
+    """Have the nodes of a job leave steps 5 and 6; node 2 has heard of no commit of 6, and rank 5 has not made it."""
+    for node, folder in folders.items():
+        on = Host(node, folder)
+        for rank in held_by(WORLD, node, 1):
+            for step in (STEP, STEP + 1):
+                if (rank, step) != (5, STEP + 1):
+                    hold(on, rank, step, own=WORLD.node_of[rank] == node)
+        asyncio.run(on.storage.flush(GENERATION, STEP))
+        free(on.store)
+        if node in lost:
+            shutil.rmtree(folder)
+
+
+def resumed(folders: dict[int, Path], world: World = WORLD) -> tuple[dict[int, Host], Beginning]:
+    """Have the hosts of `folders` read what is there. The hosts' stores are the caller's to free."""
+    hosts = {node: Host(node, folder) for node, folder in folders.items()}
+    hellos = [on.hello(folders[node] / "job") for node, on in hosts.items()]
+    begins = beginning(world, hellos)
+    for on in hosts.values():
+        asyncio.run(on.storage.read(world, begins))
+        assert isinstance(on.fed[-1], api.FilesRead)
+    return hosts, begins
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_rank_is_found_whatever_became_of_one_host_or_file(tmp_path, seed):
+    """Local disks or shared storage, hosts in any order, a host's files lost or one file damaged."""
+    draw = random.Random(seed)
+    shared, order = draw.random() < 0.5, draw.sample(range(4), 4)
+    before = {node: tmp_path / ("all" if shared else f"disk{node}") for node in WORLD.members}
+    flushed({node: before[node] for node in (0, 1, 2)})
+    if (what := draw.choice(["wiped", "damaged", "well"])) == "wiped":
+        shutil.rmtree(before[wiped := draw.randrange(3)] / "job" / f"{GENERATION}.{STEP}" / f"node{wiped}")
+    elif what == "damaged":
+        path = draw.choice(sorted(path for path in tmp_path.rglob("rank*") if path.is_file()))
+        data = bytearray(path.read_bytes())
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+    hosts, begins = resumed({order[node]: folder for node, folder in before.items()})
+    assert (begins.generation, begins.step) == (GENERATION, STEP)
+    holdings = {node: on.store.holdings() for node, on in hosts.items()}
+    for node, on in hosts.items():
+        assert {one.holding for one in on.fed if isinstance(one, api.SnapshotHeld)} == {*holdings[node]}
+    point = Ledger(holdings).restore_point(WORLD, WORLD.members)
+    assert not isinstance(point, str) and point.step == STEP, f"seed {seed}: {point}"
+    for on in hosts.values():
+        for holding in on.store.holdings():
+            read = on.store.readable(holding.rank, STEP, payload=True)
+            assert bytes(read.payload) == content(holding.rank, STEP)
+            assert on.store.history(holding.rank).last == STEP and on.store.history(holding.rank).first == 0
+            assert msgspec.msgpack.decode(on.store.recording(holding.rank), type=local.RankReady).rank == holding.rank
+        free(on.store)
+
+
+def test_what_a_host_runs_is_in_own_slots_and_what_it_mirrors_is_a_mirror(tmp_path):
+    folders = {node: tmp_path / "all" for node in WORLD.members}
+    flushed({node: tmp_path / "all" for node in (0, 1, 2)})
+    hosts, _ = resumed(folders)
+    for node, on in hosts.items():
+        assert {held.rank for held in on.store.holdings()} == set(held_by(WORLD, node, 1))
+        for rank in WORLD.ranks_of(node):
+            assert on.store.owns(rank, STEP)
+            (buddy,) = buddies_of(WORLD, node, 1)
+            assert not hosts[buddy].store.owns(rank, STEP)
+        free(on.store)
+
+
+@pytest.mark.parametrize("lost", [(0, 1), (2, 0)])
+def test_a_host_and_its_buddy_are_missed_by_name(tmp_path, lost):
+    folders = {node: tmp_path / f"disk{node}" for node in (0, 1, 2)}
+    flushed(folders, lost)
+    with pytest.raises(ConfigError, match=r"job job cannot be resumed: no surviving node holds any snapshot of rank"):
+        resumed(folders | {3: tmp_path / "disk3"})
+
+
+def test_damage_to_all_copies_is_said_for_each(tmp_path):
+    folders = {node: tmp_path / "all" for node in WORLD.members}
+    flushed({node: tmp_path / "all" for node in (0, 1, 2)})
+    for path in (tmp_path / "all").rglob(f"rank3.step{STEP}.payload"):
+        path.write_bytes(b"x" * PAYLOAD_BYTES)
+    hosts, _ = resumed(folders)
+    for node in (1, 2):  # who runs rank 3, and its buddy
+        notes = [said.text for said in hosts[node].said if isinstance(said, events.Note)]
+        assert len(notes) == 2 and all("rank3.step5.payload is damaged" in note for note in notes)
+    assert "rank(s) 3" in str(Ledger({node: on.store.holdings() for node, on in hosts.items()}).restore_point(
+        WORLD, WORLD.members
+    ))  # fmt: skip
+    for on in hosts.values():
+        free(on.store)
+
+
+def test_another_command_is_refused(tmp_path):
+    flushed({0: tmp_path})
+    on = Host(0, tmp_path, ("train.py", "--lr", "2"))
+    with pytest.raises(ConfigError, match=r"ran train.py; expected the command of this job, train.py --lr 2; to do"):
+        on.storage.look(tmp_path / "job")
+
+
+def test_records_whose_beginning_was_dropped_are_refused(tmp_path):
+    on = Host(0, tmp_path)
+    hold(on, 0, STEP, own=True)
+    on.store.history(0).truncate(-1)
+    on.store.history(0).append(STEP, b"step 4", b"step 5")
+    asyncio.run(on.storage.flush(GENERATION, STEP))
+    other = Host(0, tmp_path)
+    other.hello(tmp_path / "job")
+    asyncio.run(other.storage.read(WORLD, Beginning(GENERATION, STEP, "job", {0: {0}})))
+    (note,) = [said.text for said in other.said if isinstance(said, events.Note)]
+    assert "has call records of rank 0 of steps 4 to 5; expected those of all steps up to 5" in note
+    free(on.store)
+
+
+def offered(node: int, *held: tuple[int, int, int], job: str = "job", ranks: int = 2) -> Hello:
+    """A node that sees snapshots (generation, rank, step)."""
+    holdings = tuple((generation, Holding(rank, step, True, (rank,))) for generation, rank, step in held)
+    stored = Stored(job, ["train.py"], ranks, holdings)
+    return Hello(node, f"h{node}", ("h", 1), (("h", 2),), 1, {}, "", stored=stored)
+
+
+TWO = World(0, (0, 1), ())
+
+
+def test_the_newest_history_counts_not_the_largest_step():
+    """Step 9 of generation 1 was undone: generation 2 began behind it."""
+    seen = [(1, 0, 9), (1, 1, 9), (2, 0, 8), (2, 1, 8), (2, 0, 10)]
+    assert beginning(TWO, [offered(0, *seen), offered(1)])[:2] == (2, 8)
+
+
+def test_what_is_not_whole_in_the_newest_history_is_taken_from_the_one_before():
+    assert beginning(TWO, [offered(0, (1, 0, 7), (2, 0, 8)), offered(1, (1, 1, 7))])[:2] == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("hellos", "what"),
+    [
+        ([offered(0, (0, 0, 1)), offered(1, (0, 1, 1), job="other")], "job job on h0 and to job other on h1"),
+        ([offered(0, (0, 0, 1), ranks=4)], r"had 4 rank\(s\), this one has 2"),
+        ([offered(0, (0, 0, 1))], r"snapshot of rank\(s\) 1"),
+        ([msgspec.structs.replace(offered(0), stored=None)], "no host has files"),
+        ([offered(0)], "no host has a snapshot"),
+    ],
+)
+def test_what_cannot_be_resumed_is_said(hellos, what):
+    with pytest.raises(ConfigError, match=what):
+        beginning(TWO, hellos)
+
+
+def test_who_reads_a_rank():
+    begins = Beginning(0, 1, "job", {0: {0, 1}, 1: {2, 3}, 2: {0, 1, 2, 3}})
+    world = World(0, (0, 1, 2, 3), ())
+    assert begins.readers(world, 0, 1) == {0, 1}
+    assert begins.readers(world, 1, 1) == {2, 3}, "node 1 sees no files of its rank: its buddy's may be damaged"
+    assert begins.readers(world, 2, 1) == {2, 3}
+    assert Beginning(0, 1, "job", {3: {1, 2}}).readers(world, 3, 1) == {1, 2}, "no holder sees them: all who do read"
