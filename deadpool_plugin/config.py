@@ -179,7 +179,17 @@ class Config(BaseModel):
     that cannot be repaired, Ctrl-C, `deadpool stop`, SIGTERM. Best a local disk, or storage that all hosts share. Each
     host needs room for two snapshots of each rank that it runs and mirrors. `resume` begins there. null: the state is
     lost with the job, and only checkpoints are left. Relative paths, `~` and `$NAME` as in output_dir.
-    Hazard: nothing is ever removed there."""
+    Hazard: what a job leaves there is never removed."""
+
+    store_every_s: float | None = Field(default=None, ge=0.0)
+    """Seconds between two steps that all hosts write to store_dir while the job runs, for the loss of all hosts at once
+    (power); 0: as often as writing allows. It goes beside training, and a step that cannot be written as fast as it is
+    replaced in memory is left out, which is said. null: the state is written only when the job ends. Hazard: each time
+    a host writes a snapshot of each rank that it runs or mirrors, and the call records; page cache holds them for a
+    while."""
+
+    store_keep: int = Field(default=2, ge=1)
+    """How many of the steps that all hosts have written stay in store_dir while the job runs."""
 
     resume: Path | None = None
     """Folder of an earlier job in its store_dir, as its last lines name it (STORE_DIR/JOB): this job goes on from its
@@ -305,6 +315,13 @@ class Config(BaseModel):
         except RuntimeError as error:
             raise ValueError(f"names no user of {os.uname().nodename}") from error
         return found if info.field_name == "secret_file" else at_home  # of each host's own user
+
+    @field_validator("store_every_s")
+    @classmethod
+    def _has_a_store_dir(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("store_dir") is None:
+            raise ValueError("needs a store_dir to write to")
+        return value
 
     @field_validator("stall_timeout_s", mode="before")
     @classmethod

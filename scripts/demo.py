@@ -91,8 +91,8 @@ def protected_run(args: argparse.Namespace, resume: Path | None = None) -> Clust
     folder = args.out if resume is None else args.out / "resumed"
     cluster = Cluster(folder, args.nodes + args.spares, args.ranks_per_node)
     fields = {"spares": args.spares, "patience_s": args.patience, "preload": JOBS[args.framework].preload}
-    if args.stop_at:
-        fields |= {"store_dir": str(args.out / "store")}
+    if args.stop_at or args.store_every_s is not None:
+        fields |= {"store_dir": str(args.out / "store"), "store_every_s": args.store_every_s}
     if resume is not None:
         fields |= {"resume": str(resume)}
     configure(folder / "deadpool.yaml", args.out / "output", **fields)
@@ -114,8 +114,9 @@ def protected_run(args: argparse.Namespace, resume: Path | None = None) -> Clust
         tell(f"protected run: the same training with the plugin; {size}")
     else:
         tell(f"resumed run: the same command goes on from {resume.relative_to(args.out)}")
-    if args.stop_at and resume is None:
-        tell(f"  planned: every host gets SIGTERM in step {args.stop_at}")
+    to_end = ToEnd(cluster, args) if resume is None and (args.stop_at or args.kill_all) else None
+    if to_end is not None:
+        tell(f"  planned: every host gets {to_end.signal.name} in step {to_end.step}")
     for node, step, phase in args.kills:
         tell(f"  planned: {host(node)} is killed in step {step}, {WHEN[phase]}")
     if args.kills and any("random" in kill for kill in args.kill or ["random"]):
@@ -123,8 +124,7 @@ def protected_run(args: argparse.Namespace, resume: Path | None = None) -> Clust
     try:
         cluster.launch(["--module", *command])
         with Bar("protected run" if resume is None else "resumed run", args.steps) as bar:
-            to_stop = (cluster, args.stop_at) if args.stop_at and resume is None else None
-            story = Story(args, bar, to_stop)
+            story = Story(args, bar, to_end)
             if resume is not None:
                 story.follower.poll()  # what the job before has said
             watch(cluster, args, story.look)
@@ -136,14 +136,13 @@ def protected_run(args: argparse.Namespace, resume: Path | None = None) -> Clust
     return cluster
 
 
-def stopped_and_resumed_run(args: argparse.Namespace) -> tuple[Cluster, int]:
-    """The run that is ended by SIGTERM, and the one that goes on. Returns: the second one; the committed steps lost."""
+def ended_and_resumed_run(args: argparse.Namespace) -> tuple[Cluster, int]:
+    """The run that is ended as a whole, and the one that goes on. Returns: the second one; the committed steps lost."""
     protected_run(args)
-    events = read_events(args.out / "output")
-    left = [event for event in events if event["event"] == "StateWritten"]
+    events, left = read_events(args.out / "output"), [*(args.out / "store").glob("*")]
     if not left:
         raise Failed(f"no host has left its state in {args.out / 'store'}{last_error(args.out / 'launcher')}")
-    cluster = protected_run(args, Path(left[0]["path"]))
+    cluster = protected_run(args, left[0])
     committed = max(event["step"] for event in events if event["event"] in ("StepCommitted", "StateWritten"))
     resumed = [event["step"] for event in read_events(args.out / "output") if event["event"] == "JobResumed"]
     return cluster, max(0, committed - resumed[-1]) if resumed else committed + 1
@@ -220,11 +219,29 @@ def newest_step(output: Path) -> tuple[int, float | None]:
     return int(step), float(loss) if loss else None
 
 
+class ToEnd:
+    """A job all of whose processes get a signal at the same instant."""
+
+    def __init__(self, cluster: Cluster, args: argparse.Namespace) -> None:
+        self.cluster, self.step = cluster, args.stop_at or args.kill_all
+        self.signal = signal.SIGTERM if args.stop_at else signal.SIGKILL
+        self.is_over = False
+
+    def look(self, step: int) -> None:
+        if self.is_over or step < self.step - 1:
+            return
+        self.is_over = True
+        for pid in self.cluster.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, self.signal)
+        tell(f"  every process of every host got {self.signal.name} after step {step}")
+
+
 class Story:
     """The story of the protected run: a line for each kill and event that a person wants to know of."""
 
-    def __init__(self, args: argparse.Namespace, bar: Bar, to_stop: tuple[Cluster, int] | None = None) -> None:
-        self.to_stop = to_stop  # the job that is to end, and in which step
+    def __init__(self, args: argparse.Namespace, bar: Bar, to_end: ToEnd | None = None) -> None:
+        self.to_end = to_end
         self.marker, self.world, self.bar = args.out / "kills.jsonl", args.world, bar
         self.follower, self.view = Follower(args.out / "output"), JobView()
         self.kills: list[dict[str, Any]] = []
@@ -245,12 +262,8 @@ class Story:
             self.view.apply(event)
         step, loss = newest_step(self.follower.folder)
         self.bar.show(step, loss)
-        if self.to_stop is not None and step >= self.to_stop[1] - 1:
-            tell(f"  every process of every host gets SIGTERM after step {step}")
-            for pid in self.to_stop[0].processes():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-            self.to_stop = None
+        if self.to_end is not None:
+            self.to_end.look(step)
         rows = ((f"{host(row.node)} {row.state}   ", STYLES[row.state]) for row in self.view.rows())
         self.bar.hosts = Text.assemble(*rows)
 
@@ -414,8 +427,8 @@ def main() -> int:
     try:
         make_corpus.ensure(CACHE / "corpus")
         reference = reference_run(args)
-        if args.stop_at:
-            cluster, steps_lost = stopped_and_resumed_run(args)
+        if args.stop_at or args.kill_all:
+            cluster, steps_lost = ended_and_resumed_run(args)
             summary = report(args, reference, cluster) | {"resumed": True, "steps_lost": steps_lost}
         else:
             summary = report(args, reference, protected_run(args))

@@ -38,7 +38,7 @@ from .mirroring import Mirroring
 from .node import LocalNode, Slot
 from .rehearsals import Rehearsals
 from .reports import Reports
-from .resume import Beginning, Storage, beginning
+from .storage import Beginning, Storage, beginning
 from .takeovers import TakeOvers
 from .workers import Workers
 from .world import Job, Place, described, described_supply, form_world, policy_of, rack_named, timing_of
@@ -355,6 +355,10 @@ class Agent:
                 self._workers.commit(step, snapshots, void)
                 self._rehearsals.committed(step)
                 self._mirroring.committed(step)
+            case api.WriteStep(step):
+                self._storage.write(self._controller.generation, step)
+            case api.StepStored(step):
+                self._storage.stored(step)
             case api.Announce(snapshots, void):
                 self._workers.announce(snapshots, void)
             case api.AbortWorkers(generation=generation):

@@ -259,6 +259,7 @@ def policy_of(config: Config) -> Policy:
         spare_command_limit_s=config.spare_command_limit_s,
         mirror_every=AUTO if config.mirror_every == "auto" else config.mirror_every,
         mirror_every_max=EVERY_MAX,
+        store_every_s=config.store_every_s if config.store_dir is not None else None,
     )
 
 

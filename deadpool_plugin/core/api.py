@@ -30,6 +30,11 @@ class FilesRead(Input, frozen=True):
     """The snapshots of the step from which the job is resumed are held, as far as this node has and can read them."""
 
 
+class StepWritten(Input, frozen=True):
+    step: Step  # all that this node holds of it is on disk
+    generation: Generation
+
+
 class Ticked(Input, frozen=True):
     """Time passed (at least four times per heartbeat interval)."""
 
@@ -200,6 +205,14 @@ class Announce(Action, frozen=True):
 
     snapshots: tuple[Step, ...]
     void: tuple[Step, ...]
+
+
+class WriteStep(Action, frozen=True):
+    step: Step  # committed: write what is held of it to disk
+
+
+class StepStored(Action, frozen=True):
+    step: Step  # every node has written it to disk: files of older ones may go
 
 
 class AbortWorkers(Action, frozen=True):

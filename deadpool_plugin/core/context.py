@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .api import AbortWorkers, Action, Announce, Commit, Emit, Leave, Send
+from .api import AbortWorkers, Action, Announce, Commit, Emit, Leave, Send, StepStored, WriteStep
 from .chain import AUTO, Chain
 from .events import Event, JobFinished, JobStopped, NodeFenced
 from .messages import AnyMessage, Decided, NodeFailed, Prepare, Promise, Status, Verdict
@@ -125,6 +125,8 @@ class Context:
         self.newest_committed: Step = NO_STEP  # in this history: `committed`, or the restore step until there is one
         self.every = policy.begins_every  # how many steps snapshots are apart, as far as this node knows
         self.chain = self.begun_chain()  # the snapshots of this generation, as far as this node knows them
+        self.to_store: Step = NO_STEP  # the newest step of this generation that was to be written to disk,
+        self.stored: Step = NO_STEP  # and that all have written
         self.moved_at = NEVER  # by `awake`: when a step was last committed, or training or this generation began
         self.training = False
         self.has_trained = False  # in this generation or one before it: the script must not begin again
@@ -172,7 +174,7 @@ class Context:
         self.world, self.decided, self.plan = plan.world, decided, plan
         self.faults.update(plan.world.node_of[rank] for rank in plan.lost_ranks)
         self.begins_at_top, self.resuming = plan.restore_step == NO_STEP, False
-        self.committed = NO_STEP
+        self.committed = self.to_store = self.stored = NO_STEP
         self.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
         self.every = plan.every
         self.chain = self.begun_chain()
@@ -287,6 +289,12 @@ class Context:
             self.act(Commit(status.committed, status.snapshots, status.void))
         elif is_news:
             self.act(Announce(status.snapshots, status.void))
+        if status.to_store > self.to_store:
+            self.to_store = status.to_store
+            self.act(WriteStep(status.to_store))
+        if status.stored > self.stored:
+            self.stored = status.stored
+            self.act(StepStored(status.stored))
 
     def learn(self, promise: Promise) -> None:
         self.learn_committed(promise.committed)

@@ -6,12 +6,10 @@ long as its generation; what has been committed stays so.
 
 from __future__ import annotations
 
-from typing import Any
-
 from .chain import AUTO, Pace
 from .contact import Contact
 from .context import Context
-from .events import Mirrored, MirroringPaced, Protected, StepCommitted, SwapDone, TrainingStarted
+from .events import Mirrored, MirroringPaced, Protected, StepCommitted, StepStored, SwapDone, TrainingStarted
 from .ledger import Ledger
 from .messages import Rehearse, Report, Start, Status, Verdict
 from .pairing import Pairing
@@ -90,6 +88,8 @@ class Coordination:
         self._committed_at = self._said_at = self._beat_at = context.now
         self._said = Status(context.world.generation, NO_STEP, False)  # which whoever enters the generation knows
         self._pace, self._chain = Pace(context.every), context.begun_chain()
+        self._to_store = self._stored = NO_STEP  # the newest step that all are to write to disk, and that all have
+        self._stored_at = context.now
 
     @property
     def unready(self) -> tuple[Rank, ...]:
@@ -179,14 +179,23 @@ class Coordination:
                 ctx.emit(StepCommitted(step))
                 self._chain.forget_before(step)
                 self._set_pace()
+                every_s = ctx.policy.store_every_s
+                if every_s is not None and ctx.now - self._stored_at >= every_s:
+                    self._to_store, self._stored_at = step, ctx.now
             if self._ledger.unpaired > self._committed:
                 self._pairing.ask(f"what the ranks had issued by step {self._ledger.unpaired} does not pair")
+        if self._stored < self._to_store and self._all_have_written():
+            self._stored = self._to_store
+            ctx.emit(StepStored(self._stored))
         if self._covers_anew and not ctx.resuming and self._committed >= self._floor and len(ctx.world.members) > 1:
             self._covers_anew = False
             self._say_protection()
         self._choose()
         self._say(on_change_only=True)
         self._end_if_all_have()
+
+    def _all_have_written(self) -> bool:
+        return all(self._coverage.report_of(node).stored == self._to_store for node in self._ctx.world.active)
 
     def _set_pace(self) -> None:
         """Set how far snapshots are apart, by how many steps mirroring takes."""
@@ -232,10 +241,11 @@ class Coordination:
     def _say(self, on_change_only: bool = False) -> None:
         ctx = self._ctx
         known = ctx.world.generation, self._committed, ctx.training, ctx.waiting
-        told: tuple[Any, ...] = ()  # of the chain, by who may
+        told: tuple[int, tuple[Step, ...], tuple[Step, ...]] = 1, (), ()  # of the chain, by who may
         if ctx.chooses:
             told = self._pace.every, self._chain.announced(self._committed), self._chain.voided()
-        status = Status(*known, NEVER, NEVER, *told)
+        written = self._to_store, self._stored
+        status = Status(*known, NEVER, NEVER, *told, *written)
         if on_change_only and status == self._said:
             return
         self._said, self._said_at = status, ctx.now
@@ -243,4 +253,4 @@ class Coordination:
             self._beat_at = ctx.now
             self._contact.beat(ctx.now, ctx.timing.lease_s)
         for node in (*ctx.world.members, *sorted(ctx.candidates)):
-            ctx.send(node, Status(*known, ctx.now, self._contact.certain(node), *told))
+            ctx.send(node, Status(*known, ctx.now, self._contact.certain(node), *told, *written))

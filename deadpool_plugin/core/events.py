@@ -55,6 +55,12 @@ class StepCommitted(Event, frozen=True):
     step: int
 
 
+class StepStored(Event, frozen=True):
+    """Every host has written its part of `step` to its store_dir: a job can go on from there if all hosts are lost."""
+
+    step: int
+
+
 class MirroringPaced(Event, frozen=True):
     """From now on every `every`-th step is mirrored: the mirroring of the newest one took so many `steps`."""
 

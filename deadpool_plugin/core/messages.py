@@ -63,6 +63,7 @@ class Report(OfGeneration, frozen=True):
     most: Count = 0  # how many steps snapshots may be apart for want of memory on this node; 0: any
     wanted: tuple[Step, ...] = ()  # steps of which a rank of this node wants a snapshot, for a save to begin
     passed: tuple[Step, ...] = ()  # those announced of which a rank of this node can take none any more
+    stored: Step = NO_STEP  # the newest step of this generation that this node has written to disk
     read: bool = False  # what this node reads of an earlier job's files is in its memory, as far as it can be read
 
 
@@ -77,6 +78,8 @@ class Status(OfGeneration, frozen=True):
     every: Count = 1  # how many steps snapshots are apart; for this and the next two see chain.py
     snapshots: tuple[Step, ...] = ()  # those after `committed` that no rule gives
     void: tuple[Step, ...] = ()  # those after `committed` that are no snapshots after all
+    to_store: Step = NO_STEP  # the newest step of this generation that all are to write to disk
+    stored: Step = NO_STEP  # the newest one that all have written
 
 
 class Start(Message, frozen=True):

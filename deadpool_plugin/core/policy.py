@@ -25,6 +25,7 @@ class Policy:
     spare_command_limit_s: float = 1800.0  # for so long its host may take to join once it has ended
     mirror_every: int = 1  # how many steps snapshots are apart; AUTO: as many as mirroring keeps up with (chain.py),
     mirror_every_max: int = 16  # but no more than this
+    store_every_s: float | None = None  # seconds between two steps that all write to disk; None: none is
 
     @property
     def begins_every(self) -> int:

@@ -109,11 +109,17 @@ def folder_of(store_dir: Path, manifest: Manifest) -> Path:
 # ---- writing
 
 
-def write(store_dir: Path, manifest: Manifest, store: SnapshotStore) -> Manifest:
-    """Write what `store` holds of step `manifest.step` and of newer ones; complete `manifest` with it, and return it.
+class Overtaken(DeadpoolError):
+    """Training has replaced a snapshot in memory before it was copied."""
 
-    A folder that is there already stays as it is: it has that step. What somebody overwrites meanwhile is left out.
-    Raises: StorageError, and nothing is left then. Blocks: for the disk.
+
+def write(store_dir: Path, manifest: Manifest, store: SnapshotStore, *, running: bool = False) -> Manifest:
+    """Write what `store` holds of step `manifest.step`; complete `manifest` with it, and return it.
+
+    A folder that is there already stays as it is: it has that step.
+    Args: running: training goes on: that step alone, all of it or nothing, and it is copied before any of it is synced.
+    Otherwise newer steps, too, and what was left half-way is left out.
+    Raises: StorageError or Overtaken, and nothing is left then. Blocks: for the disk.
     """
     folder = folder_of(store_dir, manifest)
     if folder.exists():
@@ -123,12 +129,14 @@ def write(store_dir: Path, manifest: Manifest, store: SnapshotStore) -> Manifest
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(mode=0o700)
-        snapshots = tuple(_written_snapshots(draft, store, manifest.step))
+        snapshots = tuple(_written_snapshots(draft, manifest.step, store, running))
         ranks = tuple(_written_rank(draft, store, rank) for rank in sorted({one.rank for one in snapshots}))
         manifest = msgspec.structs.replace(manifest, snapshots=snapshots, ranks=ranks)
         body = msgspec.msgpack.encode(manifest)
         head = _HEAD.pack(_MAGIC, VERSION, len(body), xxhash.xxh3_64_intdigest(body))
         _write_file(draft / _MANIFEST, memoryview(head + body))
+        for path in draft.iterdir():
+            _sync(path)
         _sync(draft)
         draft.rename(folder)
         _sync(folder.parent)
@@ -136,22 +144,29 @@ def write(store_dir: Path, manifest: Manifest, store: SnapshotStore) -> Manifest
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
+    except Overtaken:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
-def _written_snapshots(folder: Path, store: SnapshotStore, least: Step) -> Iterable[StoredSnapshot]:
+def _written_snapshots(folder: Path, least: Step, store: SnapshotStore, running: bool) -> Iterable[StoredSnapshot]:
     for holding in store.holdings():
-        if holding.step < least:
+        if holding.step < least or (running and holding.step > least):
             continue
-        with contextlib.suppress(NotHeld, CorruptSnapshot):  # a snapshot that was left half-way, or has changed
+        try:
             snapshot = store.readable(holding.rank, holding.step, payload=holding.payload)
-            file = None
+            path, file = folder / _payload(holding.rank, holding.step), None
             if holding.payload:
-                file = _write_file(folder / _payload(holding.rank, holding.step), snapshot.payload)
+                file = _write_file(path, snapshot.payload)
+                if not running:  # at once, or dirty pages would pile up
+                    _sync(path)
             store.check_read(snapshot, file.sums if file is not None else ())
-            yield StoredSnapshot(
-                holding.rank, holding.step, snapshot.header.generation, holding.replicas, holding.paired,
-                snapshot.encoded, file,
-            )  # fmt: skip
+        except (NotHeld, CorruptSnapshot) as error:
+            if running:
+                raise Overtaken(str(error)) from error
+            continue
+        its = holding.rank, holding.step, snapshot.header.generation, holding.replicas, holding.paired
+        yield StoredSnapshot(*its, snapshot.encoded, file)
 
 
 def _written_rank(folder: Path, store: SnapshotStore, rank: Rank) -> StoredRank:
@@ -174,17 +189,17 @@ def _write_file(path: Path, content: memoryview) -> StoredFile:
             sums.append(xxhash.xxh3_64_intdigest(frame))  # it is in the cache then
             while len(frame):
                 frame = frame[os.write(descriptor, frame) :]
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # nobody reads it soon
     finally:
         os.close(descriptor)
     return StoredFile(len(content), tuple(sums))
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync(path: Path) -> None:
+    """Have a file or folder on the disk, and out of the page cache: nobody reads it soon."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
@@ -343,3 +358,10 @@ def _opened(path: Path) -> io.FileIO:
     stream.close()
     mode = f"mode {stat.S_IMODE(status.st_mode):o}, owner {status.st_uid}"
     raise StorageError(f"{path} ({mode}) may have been written by others", "your own file, writable by nobody else")
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of `write`, and the one above if that is empty then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()

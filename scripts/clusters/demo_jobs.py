@@ -69,8 +69,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--startup-s", type=float, default=0.0, help="seconds the script sleeps before it trains")
     parser.add_argument("--kill", action="append", metavar="NODE@STEP[:PHASE]", help=f"PHASE: {' '.join(PHASES)}")
     parser.add_argument("--no-kill", action="store_true")
-    line = "all hosts get SIGTERM in this step, and another job goes on from what they leave on disk; kills nobody else"
+    line = "all hosts get SIGTERM in this step, and another job goes on from what they leave on disk"
     parser.add_argument("--stop-at", type=int, default=0, metavar="STEP", help=line)
+    line = "the same with SIGKILL: it goes on from what they had written before"
+    parser.add_argument("--kill-all", type=int, default=0, metavar="STEP", help=line)
+    line = "how often all hosts write their state to disk"
+    parser.add_argument("--store-every-s", type=float, default=None, metavar="SECONDS", help=line)
     seed = random.SystemRandom().randrange(10**6)
     parser.add_argument("--seed", type=int, default=seed, help="for every `random` in a kill; default kill: all random")
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
@@ -88,11 +92,16 @@ def parse_args() -> argparse.Namespace:
     deepspeed.add_argument("--offload", action="store_true", help="masters, moments and the update on the CPU")
     deepspeed.add_argument("--optimizer", choices=("adamw", "fused", "cpu"), default="adamw")
     args = parser.parse_args()
+    if args.kill_all and args.store_every_s is None:
+        parser.error("--kill-all leaves nothing to go on from without --store-every-s")
+    if args.kill_all and args.stop_at:
+        parser.error("--kill-all and --stop-at both end the job: give one")
     args.world, args.out = args.nodes * args.ranks_per_node, args.out.resolve()
     if args.world % (replica := JOBS[args.framework].pipelines(args)):
         parser.error(f"{args.world} ranks cannot be split into replicas of {replica}")
     try:
-        args.kills = [] if args.no_kill or (args.stop_at and not args.kill) else plan_kills(args)
+        ends = args.stop_at or args.kill_all
+        args.kills = [] if args.no_kill or (ends and not args.kill) else plan_kills(args)
     except ValueError as problem:
         parser.error(str(problem))
     return args

@@ -46,6 +46,7 @@ CANNOT = (
     Rule("WorldFormed Joining", "JOINING STARTING RESTORING TRAINING FENCED WAITING", ANY,
          "a node meets the others once"),
     Rule("FilesRead", ANY, ANY, "no simulated job is resumed (tests/unit/core/test_resuming.py)"),
+    Rule("StepWritten", ANY, ANY, "no simulated host has a disk (tests/unit/core/test_storing.py)"),
     Rule(OWN_PROCESSES, OUTSIDE, ANY, "before a node is in a world it has no processes that it could speak of"),
     Rule(TO_PROPOSERS, OUTSIDE, ANY, "it has asked nobody for anything yet"),
     Rule("SnapshotHeld", "JOINING", ANY, "nobody mirrors to a node before the generation has begun there"),

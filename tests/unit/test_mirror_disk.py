@@ -14,7 +14,7 @@ from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import StorageError
 from deadpool_plugin.mirror import disk
 from deadpool_plugin.mirror.arena import SlotPair
-from deadpool_plugin.mirror.disk import Manifest
+from deadpool_plugin.mirror.disk import Manifest, Overtaken
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import FRAME_BYTES
 
@@ -95,6 +95,21 @@ def test_what_is_overwritten_meanwhile_is_left_out(store, tmp_path):
     present(store.own(0)).invalidate(9)
     written = disk.write(tmp_path, manifest(), store)
     assert [(one.rank, one.step) for one in written.snapshots] == [(0, 8), (1, 7)]
+
+
+def test_while_the_job_runs_a_step_is_written_alone_and_whole_or_not_at_all(store, tmp_path):
+    written = disk.write(tmp_path, manifest(), store, running=True)
+    assert [(one.rank, one.step) for one in written.snapshots] == [(0, 7), (1, 7)]
+    check = store.check_read
+
+    def overtaken(read, sums):
+        present(store.own(0)).invalidate(9)
+        check(read, sums)
+
+    store.check_read = overtaken
+    with pytest.raises(Overtaken, match="rank 0, step 7 was overwritten while it was read"):
+        disk.write(tmp_path / "again", manifest(), store, running=True)
+    assert not [path for path in (tmp_path / "again").rglob("*") if path.is_file()]
 
 
 def test_a_folder_that_is_there_stays_as_it_is(store, tmp_path):

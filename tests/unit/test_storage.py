@@ -1,4 +1,4 @@
-"""agent/resume.py: what hosts leave on disk, and what another job's hosts make of it, in whatever order they come."""
+"""agent/storage.py: what hosts leave on disk, and what another job's hosts make of it, in whatever order they come."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.stores import free
 from deadpool_plugin import events
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import LocalNode
-from deadpool_plugin.agent.resume import Beginning, Storage, beginning
+from deadpool_plugin.agent.storage import Beginning, Storage, beginning
 from deadpool_plugin.agent.world import Job
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.ledger import Ledger

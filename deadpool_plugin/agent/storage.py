@@ -1,4 +1,4 @@
-"""Flush and resume: this node's memory as files, and the files of an earlier job as this node's memory.
+"""Storage: this node's memory as files, and the files of an earlier job as this node's memory.
 
 Rules of this file: every node comes to the same step from the hellos of all. Of that step a node reads what it is to
 hold in the new world; what not all holders see is read by all that do. A file that is damaged is left out, and another
@@ -8,6 +8,7 @@ copy counts.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,11 +21,11 @@ from ..core import api, local
 from ..core.ledger import Ledger
 from ..core.placement import held_by
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
-from ..errors import ConfigError, DeadpoolError, StorageError
+from ..errors import ConfigError, DeadpoolError, StorageError, present
 from ..mirror import disk
-from ..mirror.disk import Manifest, Shelf, StoredSnapshot
+from ..mirror.disk import Manifest, Overtaken, Shelf, StoredSnapshot
 from ..transport.rendezvous import Hello, Stored
-from ..transport.tasks import loop_time
+from ..transport.tasks import Tasks, loop_time
 from .links import versions
 from .mirroring import Mirroring
 from .node import LocalNode
@@ -94,6 +95,10 @@ class Storage:
     def __init__(self, node: LocalNode, mirroring: Mirroring) -> None:
         self._node, self._mirroring, self._store = node, mirroring, node.host.store
         self._shelves: list[Shelf] = []
+        self._writing = asyncio.Lock()
+        self._written: dict[Step, Path] = {}  # by this job, as it ran
+        self._whole: deque[Step] = deque(maxlen=node.config.store_keep)  # the newest that all nodes have written
+        self._tasks = Tasks()
 
     @property
     def _command(self) -> list[str]:
@@ -105,16 +110,12 @@ class Storage:
     async def flush(self, generation: Generation, committed: Step) -> None:
         """Write what this node holds of the newest committed step, and of newer ones, and say what was written."""
         node = self._node
-        store_dir, world = node.config.store_dir, node.world
-        if store_dir is None or world is None or not self._mirroring.profiles:
+        store_dir, began = node.config.store_dir, loop_time()
+        if store_dir is None or node.world is None or not self._mirroring.profiles:
             return
-        began = loop_time()
-        manifest = Manifest(
-            node.credentials.job, node.id, node.host.name, generation, committed, len(world.node_of), self._command,
-            versions(),
-        )  # fmt: skip
+        manifest = self._manifest(generation, committed)
         try:
-            async with asyncio.timeout(STORING_S):
+            async with asyncio.timeout(STORING_S), self._writing:
                 written = await node.host.at_files(lambda: disk.write(store_dir, manifest, self._store))
         except TimeoutError:
             return node.reports.emit(events.StateLost(f"{store_dir} has not taken it within {STORING_S:g} s"))
@@ -122,6 +123,46 @@ class Storage:
             return node.reports.emit(events.StateLost(str(error)))
         job_dir, took_s = store_dir.absolute() / manifest.job, loop_time() - began
         node.reports.emit(events.StateWritten(committed, str(job_dir), written.nbytes, took_s))
+
+    def _manifest(self, generation: Generation, step: Step) -> Manifest:
+        node = self._node
+        ranks_total = len(present(node.world, "a state is written before the world has formed").node_of)
+        its = node.credentials.job, node.id, node.host.name
+        return Manifest(*its, generation, step, ranks_total, self._command, versions())
+
+    # ---- while the job runs
+
+    def write(self, generation: Generation, step: Step) -> None:
+        """Begin to write a step that was just committed, unless an earlier one is still being written."""
+        node = self._node
+        if not self._mirroring.profiles:  # a spare holds nothing
+            return
+        if self._writing.locked():
+            text = f"step {step} is not written to {node.config.store_dir}: an earlier one still is"
+            return node.reports.emit(events.Note(f"node {node.id}: {text}"))
+        self._tasks.start(self._write(generation, step))
+
+    async def _write(self, generation: Generation, step: Step) -> None:
+        node, store_dir = self._node, present(self._node.config.store_dir, "a step is written without a store_dir")
+        manifest = self._manifest(generation, step)
+        try:
+            async with self._writing:
+                await node.host.at_files(lambda: disk.write(store_dir, manifest, self._store, running=True))
+        except (StorageError, Overtaken) as error:
+            text = f"step {step} is not written to {store_dir}, a later one will be: {error}"
+            return node.reports.emit(events.Note(f"node {node.id}: {text}"))
+        self._written[step] = disk.folder_of(store_dir, manifest)
+        node.feed(api.StepWritten(step, generation))
+
+    def stored(self, step: Step) -> None:
+        """Note that all nodes have written `step`, and remove what is older than the newest such steps."""
+        self._whole.append(step)
+        if len(self._whole) == self._whole.maxlen:
+            for old in [one for one in self._written if one < min(self._whole)]:
+                self._tasks.start(self._remove(self._written.pop(old)))
+
+    async def _remove(self, folder: Path) -> None:
+        await self._node.host.at_files(lambda: disk.remove(folder))
 
     # ---- resume
 
