@@ -33,7 +33,7 @@ EVERY_MAX = 16
 EVERY_LIMIT = 1024
 STORING_S = 600.0
 """How long a host may write its state when the job has ended."""
-OF_A_HOST = ("secret_file", "output_dir", "interface_address", "memory_headroom_gib", "preload", "store_dir")
+OF_A_HOST = ("secret_file", "output_dir", "interface_address", "memory_headroom_gib", "preload", "store_dir", "resume")
 """Fields that may differ from host to host."""
 
 
@@ -233,7 +233,12 @@ class Config(BaseModel):
     @property
     def ending_timeout_s(self) -> float:
         """How long a host that was told to end may take: with a `store_dir` it first writes what it holds."""
-        return self.phase_timeout_s if self.store_dir is None else max(self.phase_timeout_s, STORING_S)
+        return self.phase_timeout_s + self.storing_s
+
+    @property
+    def storing_s(self) -> float:
+        """How long a host may write what it holds to disk when the job has ended."""
+        return STORING_S if self.store_dir is not None else 0.0
 
     @property
     def tick_s(self) -> float:
@@ -295,7 +300,7 @@ class Config(BaseModel):
 
     def digest(self) -> str:
         """Hash what all nodes of a job must agree on: not paths, addresses or local limits."""
-        shared = self.model_dump(mode="json", exclude=set(OF_A_HOST))
+        shared = self.model_dump(mode="json", exclude=set(OF_A_HOST)) | {"resumes": self.resume is not None}
         return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
 
     # ---- validation

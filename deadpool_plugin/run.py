@@ -37,7 +37,8 @@ def main() -> NoReturn:
             time.sleep(_YIELD_S)  # local rank 0 says it, once: as soon as that ends, the launcher ends the others
         say(str(error), to=sys.stderr)
         sys.exit(error.exit_code)
-    Supervisor(place, line.command, str(Path(line.config).resolve()) if line.config else "").run()
+    path, storing_s = str(Path(line.config).resolve()) if line.config else "", config.storing_s
+    Supervisor(place, line.command, path, storing_s=storing_s).run()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,16 @@ from ..core import api, local
 from ..core.controller import Controller
 from ..core.messages import Goodbye, RankCalls, Verdict
 from ..core.types import NO_STEP, Generation, Rank, SwapPlan, World, listed
-from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, ConfigError, DeadpoolError, InvariantViolated, present
+from ..errors import (
+    EXIT_CONFIG,
+    EXIT_FENCED,
+    EXIT_OK,
+    ConfigError,
+    DeadpoolError,
+    InvariantViolated,
+    StaleGeneration,
+    present,
+)
 from ..host.files import CONTACTS_FOLDER
 from ..host.machine import Machine
 from ..host.output import Cuts
@@ -133,7 +142,8 @@ class Agent:
             return self.feed(api.Joining(members, rack_named(node.id, self._host.name, config.racks)))
         try:
             world = form_world(hellos, config)
-            begins = beginning(world, hellos) if resume is not None else None
+            command, copies = self._storage.command, config.copies
+            begins = beginning(world, hellos, command, copies) if resume is not None else None
         except ConfigError as error:  # all come to the same conclusion, and one says it
             if node.id == 0:
                 raise
@@ -160,13 +170,22 @@ class Agent:
 
     async def _resume(self, world: World, begins: Beginning) -> None:
         """Read this node's part of an earlier job, and have its ranks rehearsed; the controller does the rest."""
-        if self._node.id == 0:
+        me, store = self._node.id, self._host.store
+        if me == 0:
             self._reports.emit(events.JobResumed(step=begins.step, path=str(self._config.resume)))
-        await self._storage.read(world, begins)
-        for slot in self._node.slots:
+            if begins.passed:
+                self._reports.emit(events.Note(text=f"newer files are not enough to go on from: {begins.passed}"))
+        try:
+            await self._storage.read(world, begins)
+        except ConfigError as error:
+            return self.feed(api.StopRequested(f"node {me}: {error}", EXIT_CONFIG))
+        except StaleGeneration:
+            return
+        for slot in self._node.slots if store.generation == world.generation else ():
             if slot.rank >= 0:
                 readers = begins.readers(world, slot.rank, self._config.copies)
-                self._rehearsals.resume(slot, self._node.id if self._node.id in readers else min(readers))
+                others = readers - {me} or readers  # where this host's own files are damaged
+                self._rehearsals.resume(slot, me if slot.rank in store.recordings else min(others))
 
     async def _publish(self, hello: Hello) -> None:
         node = self._node
@@ -448,7 +467,8 @@ class Agent:
             exit_code = await self._last_work()  # which may still fail
         else:
             await workers.wait(lambda: workers.workers_gone, WORKERS_KILL_S)
-            await self._storage.flush(self._controller.generation, self._controller.newest_committed)
+            if not self._controller.resumes:  # else all of it is on disk as it was
+                await self._storage.flush(self._controller.generation, self._controller.newest_committed)
         await workers.end_supervisors(exit_code, SUPERVISORS_END_S)
         await workers.outputs.drain(WORKERS_KILL_S)
         await self._host.close()

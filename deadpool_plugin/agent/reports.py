@@ -216,7 +216,8 @@ def sentence(event: events.Event) -> str:
             return f"rank {rank}'s new process on node {event.node} replays past steps; it has reached {far}"
         case events.StateWritten(step=step, path=path, nbytes=nbytes, duration_s=took_s):
             size = f"{nbytes / (1 << 30):.2f} GiB in {took_s:.1f} s"
-            return f"node {event.node}: the state of step {step} is in {path} ({size}); to go on: `resume: {path}`"
+            then = f"once the job has ended, `resume: {path}` goes on from it"
+            return f"node {event.node}: the state of step {step} is in {path} ({size}); {then}"
         case events.Note(text=text):
             return text if text.startswith("node ") else f"node {event.node}: {text}"
     return SENTENCES.get(type(event), "").format(event)

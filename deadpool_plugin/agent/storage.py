@@ -1,8 +1,8 @@
 """Storage: this node's memory as files, and the files of an earlier job as this node's memory.
 
-Rules of this file: every node comes to the same step from the hellos of all. Of that step a node reads what it is to
-hold in the new world; what not all holders see is read by all that do. A file that is damaged is left out, and another
-copy counts.
+Rules of this file: every node comes to the same step from the hellos of all. A node reads the ranks that it runs or
+mirrors; if fewer nodes than that see a rank's files, all that see them read them. A damaged file is reported, and
+another copy is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .. import events
 from ..config import STORING_S
 from ..core import api, local
 from ..core.ledger import Ledger
-from ..core.placement import held_by
+from ..core.placement import held_by, needs_payload
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
 from ..errors import ConfigError, DeadpoolError, StorageError, present
 from ..mirror import disk
@@ -29,17 +29,19 @@ from ..transport.tasks import Tasks, loop_time
 from .links import versions
 from .mirroring import Mirroring
 from .node import LocalNode
+from .world import first_difference
 
 EXPORT = "let the earlier job's own script save a checkpoint, and load that"
 
 
 class Beginning(NamedTuple):
-    """The step that a job goes on from. `seen`: the nodes that see files of each rank's snapshot."""
+    """The step that a job goes on from. `seen`: the nodes that see files of each rank's snapshot; `passed`: why it is
+    none of a newer generation, "" if there is none."""
 
     generation: Generation
     step: Step
-    job: str
     seen: dict[Rank, set[NodeId]]
+    passed: str = ""
 
     def readers(self, world: World, rank: Rank, copies: int) -> set[NodeId]:
         """Choose the nodes that read a rank's files: as many as hold it in the job, or a damaged file could be all."""
@@ -48,8 +50,9 @@ class Beginning(NamedTuple):
         return holders if len(holders) > copies else seen
 
 
-def beginning(world: World, hellos: Sequence[Hello]) -> Beginning:
-    """Choose the newest step that the files of all hosts together hold of every rank. Raises: ConfigError."""
+def beginning(world: World, hellos: Sequence[Hello], command: Sequence[str], copies: int) -> Beginning:
+    """Choose a step of which the files of all hosts together hold every rank: of the newest generation, and in it as a
+    swap does. Raises: ConfigError."""
     stored = {hello.node: hello.stored for hello in hellos if hello.stored is not None}
     hosts = {hello.node: hello.host for hello in hellos}
     if not stored:
@@ -59,19 +62,33 @@ def beginning(world: World, hellos: Sequence[Hello]) -> Beginning:
         if its.job != first.job:
             found = f"`resume` leads to job {first.job} on {hosts[node]} and to job {its.job} on {hosts[other]}"
             raise ConfigError(found, "the same job on all hosts", "name its folder, STORE_DIR/JOB")
+    if first.command != command:
+        raise ConfigError(
+            f"job {first.job} ran {' '.join(first.command)}",
+            f"the command of this job, {' '.join(command)}",
+            f"start it with the same command; to change it {EXPORT}",
+        )
+    if differs := first_difference(first.versions, hellos[0].versions):
+        package, then, now = differs
+        raise ConfigError(
+            f"job {first.job} ran with {package} {then}, this one has {now}",
+            "the same version",
+            f"install {package} {then}; to change it {EXPORT}",
+        )
     if first.ranks_total != len(world.node_of):
         raise ConfigError(
             f"job {first.job} had {first.ranks_total} rank(s), this one has {len(world.node_of)}",
             "as many as before (spares may differ)",
             f"start it on as many hosts; for another layout {EXPORT}",
         )
+    committed = max(its.committed for its in stored.values())
     generations = sorted({one for its in stored.values() for one, _ in its.holdings}, reverse=True)
     reasons = list[str]()
     for generation in generations:  # steps of two generations may be of two histories
         held = {node: [held for one, held in its.holdings if one == generation] for node, its in stored.items()}
-        point = Ledger(held).restore_point(world, held)
+        point = Ledger(held).restore_point(world, held, copies, committed)
         if not isinstance(point, str):
-            return Beginning(generation, point.step, first.job, _seen(held, point.step))
+            return Beginning(generation, point.step, _seen(held, point.step), next(iter(reasons), ""))
         reasons.append(point)
     raise ConfigError(
         f"job {first.job} cannot be resumed: {reasons[0] if reasons else 'no host has a snapshot of it'}",
@@ -101,7 +118,8 @@ class Storage:
         self._tasks = Tasks()
 
     @property
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
+        """The script and its arguments."""
         words = self._node.job.command
         return [word for word in words if not word.startswith(("--local_rank=", "--local-rank="))]
 
@@ -111,8 +129,9 @@ class Storage:
         """Write what this node holds of the newest committed step, and of newer ones, and say what was written."""
         node = self._node
         store_dir, began = node.config.store_dir, loop_time()
-        if store_dir is None or node.world is None or not self._mirroring.profiles:
+        if store_dir is None or node.world is None:
             return
+        self._store.fence(generation + 1)  # what others still send is of no use
         manifest = self._manifest(generation, committed)
         try:
             async with asyncio.timeout(STORING_S), self._writing:
@@ -121,21 +140,24 @@ class Storage:
             return node.reports.emit(events.StateLost(f"{store_dir} has not taken it within {STORING_S:g} s"))
         except DeadpoolError as error:
             return node.reports.emit(events.StateLost(str(error)))
+        if not written.snapshots:
+            return
         job_dir, took_s = store_dir.absolute() / manifest.job, loop_time() - began
         node.reports.emit(events.StateWritten(committed, str(job_dir), written.nbytes, took_s))
 
     def _manifest(self, generation: Generation, step: Step) -> Manifest:
         node = self._node
         ranks_total = len(present(node.world, "a state is written before the world has formed").node_of)
-        its = node.credentials.job, node.id, node.host.name
-        return Manifest(*its, generation, step, ranks_total, self._command, versions())
+        return Manifest(
+            node.credentials.job, node.id, generation, step, ranks_total, self.command, versions()
+        )  # fmt: skip
 
     # ---- while the job runs
 
     def write(self, generation: Generation, step: Step) -> None:
         """Begin to write a step that was just committed, unless an earlier one is still being written."""
         node = self._node
-        if not self._mirroring.profiles:  # a spare holds nothing
+        if not self._store.holdings():  # a spare
             return
         if self._writing.locked():
             text = f"step {step} is not written to {node.config.store_dir}: an earlier one still is"
@@ -167,32 +189,31 @@ class Storage:
     # ---- resume
 
     def look(self, job_dir: Path) -> Stored | None:
-        """Find the earlier job's files on this host. Raises: ConfigError. Blocks: for the disk."""
+        """Find the earlier job's files on this host. Raises: StorageError. Blocks: for the disk."""
         self._shelves, problems = disk.shelves(job_dir)
         for problem in problems:
             self._node.reports.say(f"{problem}; it is left out")
         if not self._shelves:
             return None
         first = self._shelves[0].manifest
-        for _, manifest in self._shelves:
-            if manifest.command != self._command:
-                raise ConfigError(
-                    f"job {manifest.job} in {job_dir} ran {' '.join(manifest.command)}",
-                    f"the command of this job, {' '.join(self._command)}",
-                    f"start it with the same command; to change it {EXPORT}",
-                )
+        # On storage that all share each tells of one host's files: all of them would be many times too much.
+        own = [manifest for _, manifest in self._shelves if manifest.node == self._node.id]
         holdings = dict[tuple[Generation, Rank, Step], Holding]()
-        for _, manifest in self._shelves:
+        for manifest in own or [manifest for _, manifest in self._shelves]:
             for one in manifest.snapshots:
                 key = one.generation, one.rank, one.step
                 held = Holding(one.rank, one.step, one.payload is not None, one.replicas, one.paired)
                 if key not in holdings or held.payload:
                     holdings[key] = held
         told = tuple((generation, held) for (generation, _, _), held in sorted(holdings.items()))
-        return Stored(first.job, first.command, first.ranks_total, told)
+        _, committed = max((manifest.generation, manifest.step) for _, manifest in self._shelves)
+        return Stored(first.job, first.command, first.versions, first.ranks_total, committed, told)
 
     async def read(self, world: World, begins: Beginning) -> None:
-        """Bring the snapshots that this node is to hold into its memory, and feed them; what is damaged is said."""
+        """Bring the snapshots that this node is to hold into its memory, and feed them. Damaged files are reported.
+
+        Raises: StaleGeneration if a swap begins meanwhile; MemoryShortage.
+        """
         node, copies = self._node, self._node.config.copies
         run = world.ranks_of(node.id)
         for rank in sorted(begins.seen):
@@ -200,7 +221,7 @@ class Storage:
                 continue
             for shelf, one in self._copies_of(rank, begins, 0 if rank in run else 1):
                 try:
-                    holding = await node.host.in_thread(lambda: self._read(shelf, one, at_home=rank in run))  # noqa: B023
+                    holding = await node.host.in_thread(lambda: self._read(world, shelf, one))  # noqa: B023
                 except StorageError as error:
                     node.reports.emit(events.Note(text=f"node {node.id}: {error}; another copy is looked for"))
                     continue
@@ -220,8 +241,11 @@ class Storage:
         turn = turn % len(whole) if whole else 0
         return [*whole[turn:], *whole[:turn], *(copy for copy in found if copy[1].payload is None)]
 
-    def _read(self, shelf: Shelf, snapshot: StoredSnapshot, at_home: bool) -> Holding:
-        store, rank, step, generation = self._store, snapshot.rank, snapshot.step, self._store.generation
+    def _read(self, world: World, shelf: Shelf, snapshot: StoredSnapshot) -> Holding:
+        store, rank, step, generation = self._store, snapshot.rank, snapshot.step, world.generation
+        at_home = world.node_of[rank] == self._node.id
+        with_payload = at_home or needs_payload(world, rank, snapshot.replicas, self._node.config.copies)
+        with_payload = with_payload and snapshot.payload is not None
         script = next((one for one in shelf.manifest.ranks if one.rank == rank), None)
         if script is None or script.first > 0 or script.last < step:
             kept = f"steps {script.first} to {script.last}" if script is not None else "none"
@@ -236,12 +260,13 @@ class Storage:
         except msgspec.MsgspecError as error:
             raise StorageError(f"the recording of rank {rank} in {shelf.folder} cannot be read: {error}") from error
         records = disk.read_history(shelf.folder, script)
-        holding = Holding(rank, step, snapshot.payload is not None, snapshot.replicas, snapshot.paired)
-        shape = rank, profile.header_bytes, profile.payload_bytes
-        if at_home and holding.payload:
+        holding = Holding(rank, step, with_payload, snapshot.replicas, snapshot.paired)
+        payload_bytes = profile.payload_bytes if with_payload else 0
+        shape = rank, profile.header_bytes, payload_bytes
+        if at_home and with_payload:
             pair = store.make_own(*shape)
             try:
-                disk.read_payload(shelf.folder, snapshot, pair)
+                disk.read_snapshot(shelf.folder, snapshot, pair)
                 holding = store.adopt_own(pair, step, generation, snapshot.replicas)
             except BaseException:
                 pair.invalidate(step)
@@ -249,11 +274,10 @@ class Storage:
                 raise
         else:
             with store.writing(rank):
-                payload_bytes = profile.payload_bytes if holding.payload else 0
-                pair = store.begin_mirror(rank, step, generation, profile.header_bytes, payload_bytes)
-                disk.read_payload(shelf.folder, snapshot, pair)
-                sums = snapshot.payload.sums if snapshot.payload is not None else ()
-                store.finish_mirror(pair, snapshot.header, generation, holding, [], sums)
+                pair = store.begin_mirror(rank, step, generation, *shape[1:])
+                encoded = disk.read_snapshot(shelf.folder, snapshot, pair, with_payload)
+                sums = snapshot.payload.sums if snapshot.payload is not None and with_payload else ()
+                store.finish_mirror(pair, encoded, generation, holding, [], sums)
         store.recordings[rank] = recording
         store.history(rank).truncate(NO_STEP)
         store.history(rank).append(script.last, *records)

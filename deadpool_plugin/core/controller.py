@@ -105,6 +105,11 @@ class Controller:
         return self._ctx.world.generation
 
     @property
+    def resumes(self) -> bool:
+        """Return whether the job is still to take up the state of an earlier one."""
+        return self._ctx.resuming
+
+    @property
     def newest_committed(self) -> Step:
         """The newest step that this node knows to be committed, and that no plan has undone."""
         return self._ctx.newest_committed
@@ -223,7 +228,7 @@ class Controller:
                     ctx.clear(node)
             self._watching = watching
             ctx.watch.heard.update(dict.fromkeys(ctx.world.members, ctx.awake))
-            if ctx.has_trained:
+            if ctx.has_trained and not ctx.resuming:
                 ctx.watch.unheard.clear()
             ctx.note()
 

@@ -168,6 +168,7 @@ class Coordination:
                 if (task.local_slot, task.rank) not in self._coverage.report_of(task.spare).rehearsed:
                     ctx.send(task.spare, Rehearse(ctx.world.generation, task.local_slot, task.rank))
         if self._has_news and ctx.resuming:
+            self._has_news = False
             self._stalls.moved()
         elif self._has_news:
             self._has_news = False

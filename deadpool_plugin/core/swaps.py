@@ -114,7 +114,8 @@ class Swaps:
             # It counts on a lost node's promise. A later loss is the next generation's.
             return self.proposal.plan is None and any(node not in self.proposal.lost for node in suspects)
         if not suspects:
-            return self._processes.any_gone or self._is_stuck or ctx.swapping or self._may_join
+            is_gone = self._processes.any_gone and not ctx.resuming  # then all processes are new, once all have read
+            return is_gone or self._is_stuck or ctx.swapping or self._may_join
         if not all(ctx.is_silent(node) for node in suspects):
             return True
         # If others fall silent too it may be this node that hears nobody, and whoever it asks to go on without the

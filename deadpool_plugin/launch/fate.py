@@ -150,7 +150,7 @@ class Fate:
             having[f"left with {self.codes[node]}" if node in self.codes else "left"].append(f"node {node}")
         how = ", ".join(f"{', '.join(nodes)} {word}" for word, nodes in having.items())
         found = f"the job is over, and no host says how it ended: {how}"
-        return Outcome(FAILED, f"{found}; start again from the newest checkpoint")
+        return Outcome(FAILED, found if self.stored else f"{found}; start again from the newest checkpoint")
 
     def _named_by_the_verdict(self) -> set[int]:
         """Find the nodes whose loss has ended the job, so that no plan has removed them."""

@@ -58,7 +58,7 @@ def launch(words: Sequence[str]) -> int:
         request = understood(words)
         config = load(request.config)
         if resume is not None:
-            config = Config.model_validate(config.model_dump(exclude_unset=True) | {"resume": resume})
+            config = config.model_copy(update={"resume": resume})
         check_slots(request.slots)
         hosts = len(request.slots) or len(request.hosts) or 1
         check_hosts(hosts, config.spares, config.copies)
@@ -91,7 +91,7 @@ def _resumed(words: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
     if not equals and len(words) < 2:
         raise ConfigError("--resume is the last word", "`--resume STORE_DIR/JOB`", "name the folder")
     folder, rest = (value, words[1:]) if equals else (words[1], words[2:])
-    return Path(folder).absolute(), rest
+    return Path(folder).expanduser().absolute(), rest
 
 
 def _written(config: Config) -> str:
@@ -257,7 +257,7 @@ class Launcher:
                 if not os.path.isfile(path):
                     say(f"there is no file {path} where the job was launched; to do: correct the command")
         say(str(found))
-        if path := self._fate().stored:
+        if found.exit_code and (path := self._fate().stored):
             say(f"to go on: {shlex.join(['deadpool', 'launch', '--resume', path, *self._words])}")
         return found.exit_code
 

@@ -42,7 +42,8 @@ class Supervisor:
     """One local rank's supervisor; `run` never returns.
 
     Args: command: the user's script and its arguments, appended to `standby` where that is a command line. agent: makes
-    its program of the descriptor that it listens on (tests fork both from one process).
+    its program of the descriptor that it listens on (tests fork both from one process). storing_s: how long the agent
+    may write the node's state to disk before it ends.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Supervisor:
         config_path: str,
         standby: Program = STANDBY,
         agent: Callable[[int], Program] = lambda descriptor: [*AGENT, str(descriptor)],
+        storing_s: float = 0.0,
     ) -> None:
         self._local_rank, self._command, self._agent_program = place.local_rank, command, agent
+        self._leave_s = LEAVE_S + storing_s
         self._standby_program = standby if callable(standby) else [*standby, *command]
         launcher = os.getppid()
         die_with_parent(signal.SIGTERM, launcher)
@@ -167,7 +170,7 @@ class Supervisor:
         """Leave, told by a signal: the agent has a moment to tell the others and to say how."""
         self._tell(local.Leaving(number))
         if not self._left_for or number != signal.SIGTERM:
-            within_s = LEAVE_S + (SIGTERM_S if number == signal.SIGTERM else 0.0)
+            within_s = self._leave_s + (SIGTERM_S if number == signal.SIGTERM else 0.0)
             self._left_for, self._leave_by = number, time.monotonic() + within_s
 
     def _finish(self, exit_code: int) -> NoReturn:
@@ -178,9 +181,9 @@ class Supervisor:
         if self._connection is not None:
             self._connection.close()
         if self._agent:  # it ends by itself once all supervisors have closed their connections; if not, it is made to
-            for number in (0, signal.SIGTERM, signal.SIGKILL):
+            for number, within_s in ((0, self._leave_s), (signal.SIGTERM, LEAVE_S), (signal.SIGKILL, LEAVE_S)):
                 os.kill(self._agent, number)
-                if await_end(self._agent_end, LEAVE_S):
+                if await_end(self._agent_end, within_s):
                     break
             self._reap_agent(number)
         sys.stdout.flush()

@@ -33,7 +33,7 @@ import xxhash
 
 from ..core.types import Count, Digest, Generation, NodeId, Rank, Step
 from ..errors import DeadpoolError, StorageError
-from .arena import SlotPair, SnapshotHeader, Sums, decode_header
+from .arena import SlotPair, Sums, decode_header
 from .records import NotHeld
 from .store import CorruptSnapshot, SnapshotStore
 from .wire import FRAME_BYTES, frames
@@ -81,7 +81,6 @@ class Manifest(msgspec.Struct, frozen=True):
 
     job: str
     node: NodeId
-    host: str
     generation: Generation
     step: Step  # the newest one known to be committed
     ranks_total: Count
@@ -116,7 +115,7 @@ class Overtaken(DeadpoolError):
 def write(store_dir: Path, manifest: Manifest, store: SnapshotStore, *, running: bool = False) -> Manifest:
     """Write what `store` holds of step `manifest.step`; complete `manifest` with it, and return it.
 
-    A folder that is there already stays as it is: it has that step.
+    A folder that is there already stays as it is: it has that step. Where nothing is held, nothing is written.
     Args: running: training goes on: that step alone, all of it or nothing, and it is copied before any of it is synced.
     Otherwise newer steps, too, and what was left half-way is left out.
     Raises: StorageError or Overtaken, and nothing is left then. Blocks: for the disk.
@@ -126,10 +125,14 @@ def write(store_dir: Path, manifest: Manifest, store: SnapshotStore, *, running:
         return load(folder)
     draft = folder.with_name(f".{folder.name}.draft")
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        store_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(mode=0o700)
+        for new in (folder.parent.parent, folder.parent, draft):
+            new.mkdir(mode=0o700, exist_ok=True)
         snapshots = tuple(_written_snapshots(draft, manifest.step, store, running))
+        if not snapshots:
+            remove(draft)
+            return manifest
         ranks = tuple(_written_rank(draft, store, rank) for rank in sorted({one.rank for one in snapshots}))
         manifest = msgspec.structs.replace(manifest, snapshots=snapshots, ranks=ranks)
         body = msgspec.msgpack.encode(manifest)
@@ -141,11 +144,10 @@ def write(store_dir: Path, manifest: Manifest, store: SnapshotStore, *, running:
         draft.rename(folder)
         _sync(folder.parent)
         return manifest
-    except OSError as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
-    except Overtaken:
-        shutil.rmtree(draft, ignore_errors=True)
+    except BaseException as error:
+        remove(draft)
+        if isinstance(error, OSError):
+            raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
         raise
 
 
@@ -171,10 +173,11 @@ def _written_snapshots(folder: Path, least: Step, store: SnapshotStore, running:
 
 def _written_rank(folder: Path, store: SnapshotStore, rank: Rank) -> StoredRank:
     history = store.history(rank)
-    records = msgspec.msgpack.encode(history.get(history.first, history.last) if history.last >= 0 else [])
+    first, last = history.first, history.last  # while the job runs, the next snapshot may come with more
+    records = msgspec.msgpack.encode(history.get(first, last) if last >= 0 else [])
     recording = _write_file(folder / f"rank{rank}.recording", memoryview(store.recordings.get(rank, b"")))
     file = _write_file(folder / f"rank{rank}.history", memoryview(records))
-    return StoredRank(rank, recording, file, history.first, history.last)
+    return StoredRank(rank, recording, file, first, last)
 
 
 def _payload(rank: Rank, step: Step) -> str:
@@ -214,22 +217,22 @@ def claim(job_dir: Path, job: str) -> None:
     """
     path, taken = job_dir / ".resumed", ""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # never closed
-    except OSError:  # a copy that nobody can write to: then nobody can know
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)  # never closed
+        deadline = time.monotonic() + CLAIM_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody has it
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, job.encode(), 0)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                taken = os.pread(descriptor, len(job) + 1, 0).decode(errors="replace")
+                if taken == job:
+                    return
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            time.sleep(0.05)
+    except OSError:  # a copy that cannot be written to, or storage without locks: nobody can know
         return
-    deadline = time.monotonic() + CLAIM_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody has it
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, job.encode(), 0)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            taken = os.pread(descriptor, len(job) + 1, 0).decode(errors="replace")
-            if taken == job:
-                return
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        time.sleep(0.05)
     raise StorageError(
         f"job {taken or 'unknown'} goes on from {job_dir} already",
         "one job that does",
@@ -285,18 +288,23 @@ def load(folder: Path) -> Manifest:
     return manifest
 
 
-def read_payload(folder: Path, snapshot: StoredSnapshot, pair: SlotPair) -> SnapshotHeader:
-    """Bring a snapshot into a slot of `pair`, and seal it. Raises: StorageError, ConfigError. Blocks: for the disk."""
+def read_snapshot(folder: Path, snapshot: StoredSnapshot, pair: SlotPair, with_payload: bool = True) -> bytes:
+    """Bring a snapshot into a slot of `pair`, and seal it as one from before the job's first generation.
+
+    Returns: its new header, encoded. Raises: StorageError, ConfigError. Blocks: for the disk.
+    """
     header = decode_header(snapshot.header, snapshot.rank, snapshot.step)
     pair.invalidate(snapshot.step)
-    if snapshot.payload is not None:
+    if snapshot.payload is not None and with_payload:
         into = pair.payload(snapshot.step)[: header.payload_bytes]
         path = folder / _payload(snapshot.rank, snapshot.step)
         if len(into) != snapshot.payload.bytes:
             raise StorageError(f"{path} has {snapshot.payload.bytes} bytes", f"{len(into)}")
         _fill(path, into, snapshot.payload)
-    pair.seal_encoded(snapshot.step, snapshot.header)
-    return header
+    # Generations begin anew in each job: what this one writes is newer than what it began with.
+    encoded = msgspec.msgpack.encode(msgspec.structs.replace(header, generation=0))
+    pair.seal_encoded(snapshot.step, encoded)
+    return encoded
 
 
 def read_recording(folder: Path, one: StoredRank) -> bytes:

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..core.types import Count, Generation, Holding, NodeId, listed
+from ..core.types import Count, Generation, Holding, NodeId, Step, listed
 from ..errors import PeerRefused, TransportError
 from .framing import ConnectionClosed, put, take
 from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Listener, asked
@@ -40,7 +40,9 @@ class Stored(msgspec.Struct, frozen=True, array_like=True):
 
     job: str
     command: list[str]
+    versions: dict[str, str]
     ranks_total: Count
+    committed: Step  # the newest one that the files say was
     holdings: tuple[tuple[Generation, Holding], ...]
 
 

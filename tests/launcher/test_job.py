@@ -32,13 +32,17 @@ def test_two_nodes_are_replaced_bit_for_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_job_that_is_told_to_end_goes_on_bit_for_bit(tmp_path):
-    size = ["--nodes", "2", "--ranks-per-node", "2", "--pp", "1", "--spares", "1", "--steps", "20", "--stop-at", "12"]
-    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--out", str(tmp_path), *size]
+@pytest.mark.parametrize(
+    "end", [["--stop-at", "12"], ["--kill-all", "12", "--store-every-s", "0"]], ids=["term", "kill"]
+)
+def test_a_job_that_has_ended_goes_on_bit_for_bit(tmp_path, end):
+    """Every process of every host gets SIGTERM at once, and then nothing is lost; or SIGKILL."""
+    size = ["--nodes", "2", "--ranks-per-node", "2", "--pp", "1", "--spares", "1", "--steps", "20"]
+    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--out", str(tmp_path), *size, *end]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     summary = json.loads(ended.stdout.splitlines()[-1])
-    assert ended.returncode == 0 and summary["bit_exact"], ended.stdout[-3000:]
-    assert summary["resumed"] and summary["steps_lost"] == 0
+    assert ended.returncode == 0 and summary["bit_exact"] and summary["resumed"], ended.stdout[-3000:]
+    assert summary["steps_lost"] == 0 or end[0] == "--kill-all"
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ SEED = 28
 
 
 def manifest(step: int = 7, node: int = 1, job: str = "job") -> Manifest:
-    return Manifest(job, node, "host1", 3, step, 2, ["train.py", "--lr", "1"], {"torch": "2"})
+    return Manifest(job, node, 3, step, 2, ["train.py", "--lr", "1"], {"torch": "2"})
 
 
 def content(rank: int, step: int) -> bytes:
@@ -63,7 +63,7 @@ def read_back(folder: Path) -> list[object]:
         for pair in pairs:
             slots.callback(pair.close)
         for one in found.snapshots:
-            disk.read_payload(folder, one, pairs[one.rank])
+            disk.read_snapshot(folder, one, pairs[one.rank])
             read.append(bytes(pairs[one.rank].payload(one.step)) if one.payload is not None else b"")
     for its in found.ranks:
         read += [disk.read_recording(folder, its), disk.read_history(folder, its)]

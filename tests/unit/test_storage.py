@@ -15,6 +15,7 @@ from support.hosts import host, local_node
 from support.stores import free
 
 from deadpool_plugin import events
+from deadpool_plugin.agent.links import versions
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import LocalNode
 from deadpool_plugin.agent.storage import Beginning, Storage, beginning
@@ -24,6 +25,7 @@ from deadpool_plugin.core.ledger import Ledger
 from deadpool_plugin.core.placement import buddies_of, held_by
 from deadpool_plugin.core.types import Holding, World
 from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.mirror import disk
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.rendezvous import Hello, Stored
 
@@ -47,7 +49,7 @@ class Host:
 
     def hello(self, job_dir: Path) -> Hello:
         stored = self.storage.look(job_dir)
-        return Hello(self.node.id, f"h{self.node.id}", ("h", 1), (("h", 2),), 2, {}, "", stored=stored)
+        return Hello(self.node.id, f"h{self.node.id}", ("h", 1), (("h", 2),), 2, versions(), "", stored=stored)
 
 
 def content(rank: int, step: int) -> bytes:
@@ -91,7 +93,7 @@ def resumed(folders: dict[int, Path], world: World = WORLD) -> tuple[dict[int, H
     """Have the hosts of `folders` read what is there. The hosts' stores are the caller's to free."""
     hosts = {node: Host(node, folder) for node, folder in folders.items()}
     hellos = [on.hello(folders[node] / "job") for node, on in hosts.items()]
-    begins = beginning(world, hellos)
+    begins = beginning(world, hellos, ["train.py"], copies=1)
     for on in hosts.values():
         asyncio.run(on.storage.read(world, begins))
         assert isinstance(on.fed[-1], api.FilesRead)
@@ -165,11 +167,41 @@ def test_damage_to_all_copies_is_said_for_each(tmp_path):
         free(on.store)
 
 
-def test_another_command_is_refused(tmp_path):
+def test_another_command_or_version_is_refused(tmp_path):
     flushed({0: tmp_path})
-    on = Host(0, tmp_path, ("train.py", "--lr", "2"))
+    hello = Host(0, tmp_path).hello(tmp_path / "job")
     with pytest.raises(ConfigError, match=r"ran train.py; expected the command of this job, train.py --lr 2; to do"):
-        on.storage.look(tmp_path / "job")
+        beginning(WORLD, [hello], ["train.py", "--lr", "2"], 1)
+    newer = msgspec.structs.replace(hello, versions=hello.versions | {"torch": "9.9"})
+    with pytest.raises(ConfigError, match=r"job job ran with torch .*, this one has 9.9; expected the same version"):
+        beginning(WORLD, [newer], ["train.py"], 1)
+
+
+def test_a_spare_that_mirrors_leaves_its_mirrors(tmp_path):
+    """With few hosts a spare is a buddy, too, and may be all that is left."""
+    on = Host(3, tmp_path)
+    hold(on, 0, STEP, own=False)
+    asyncio.run(on.storage.flush(GENERATION, STEP))
+    assert present(on.storage.look(tmp_path / "job")).holdings[0][1].rank == 0
+    free(on.store)
+
+
+def test_a_node_that_holds_nothing_leaves_and_says_nothing(tmp_path):
+    on = Host(0, tmp_path)
+    asyncio.run(on.storage.flush(GENERATION, -1))
+    assert not on.said and not [path for path in tmp_path.rglob("*") if path.name != "job"]
+
+
+def test_what_was_resumed_is_older_than_all_that_the_job_itself_writes(tmp_path):
+    """The earlier job had reached generation 2; this one begins to count anew, and ends in generation 1."""
+    flushed({node: tmp_path / "all" for node in (0, 1, 2)})
+    hosts, _ = resumed({node: tmp_path / "all" for node in WORLD.members})
+    for on in hosts.values():
+        on.node.credentials.job = "next"
+        asyncio.run(on.storage.flush(1, STEP))
+        free(on.store)
+    written, _ = disk.shelves(tmp_path / "all" / "next")
+    assert {one.generation for _, its in written for one in its.snapshots} == {0}
 
 
 def test_records_whose_beginning_was_dropped_are_refused(tmp_path):
@@ -180,7 +212,7 @@ def test_records_whose_beginning_was_dropped_are_refused(tmp_path):
     asyncio.run(on.storage.flush(GENERATION, STEP))
     other = Host(0, tmp_path)
     other.hello(tmp_path / "job")
-    asyncio.run(other.storage.read(WORLD, Beginning(GENERATION, STEP, "job", {0: {0}})))
+    asyncio.run(other.storage.read(WORLD, Beginning(GENERATION, STEP, {0: {0}})))
     (note,) = [said.text for said in other.said if isinstance(said, events.Note)]
     assert "has call records of rank 0 of steps 4 to 5; expected those of all steps up to 5" in note
     free(on.store)
@@ -189,7 +221,7 @@ def test_records_whose_beginning_was_dropped_are_refused(tmp_path):
 def offered(node: int, *held: tuple[int, int, int], job: str = "job", ranks: int = 2) -> Hello:
     """A node that sees snapshots (generation, rank, step)."""
     holdings = tuple((generation, Holding(rank, step, True, (rank,))) for generation, rank, step in held)
-    stored = Stored(job, ["train.py"], ranks, holdings)
+    stored = Stored(job, ["train.py"], {}, ranks, max((step for _, _, step in held), default=-1), holdings)
     return Hello(node, f"h{node}", ("h", 1), (("h", 2),), 1, {}, "", stored=stored)
 
 
@@ -199,11 +231,21 @@ TWO = World(0, (0, 1), ())
 def test_the_newest_history_counts_not_the_largest_step():
     """Step 9 of generation 1 was undone: generation 2 began behind it."""
     seen = [(1, 0, 9), (1, 1, 9), (2, 0, 8), (2, 1, 8), (2, 0, 10)]
-    assert beginning(TWO, [offered(0, *seen), offered(1)])[:2] == (2, 8)
+    assert beginning(TWO, [offered(0, *seen), offered(1)], ["train.py"], 1)[:2] == (2, 8)
 
 
 def test_what_is_not_whole_in_the_newest_history_is_taken_from_the_one_before():
-    assert beginning(TWO, [offered(0, (1, 0, 7), (2, 0, 8)), offered(1, (1, 1, 7))])[:2] == (1, 7)
+    begins = beginning(TWO, [offered(0, (1, 0, 7), (2, 0, 8)), offered(1, (1, 1, 7))], ["train.py"], 1)
+    assert begins[:2] == (1, 7) and begins.passed == "no surviving node holds any snapshot of rank(s) 1"
+
+
+def test_a_step_that_is_held_twice_is_preferred_to_one_that_all_had_only_begun_to_mirror():
+    """Of step 9, which was not committed, a damaged file would be the end."""
+    own = {0: (0, 0, 9), 1: (0, 1, 9)}
+    hellos = [offered(node, (0, 0, 8), (0, 1, 8), own[node]) for node in (0, 1)]
+    told = [msgspec.structs.replace(present(hello.stored), committed=8) for hello in hellos]
+    hellos = [msgspec.structs.replace(hello, stored=its) for hello, its in zip(hellos, told, strict=True)]
+    assert beginning(TWO, hellos, ["train.py"], 1)[:2] == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -218,13 +260,13 @@ def test_what_is_not_whole_in_the_newest_history_is_taken_from_the_one_before():
 )
 def test_what_cannot_be_resumed_is_said(hellos, what):
     with pytest.raises(ConfigError, match=what):
-        beginning(TWO, hellos)
+        beginning(TWO, hellos, ["train.py"], 1)
 
 
 def test_who_reads_a_rank():
-    begins = Beginning(0, 1, "job", {0: {0, 1}, 1: {2, 3}, 2: {0, 1, 2, 3}})
+    begins = Beginning(0, 1, {0: {0, 1}, 1: {2, 3}, 2: {0, 1, 2, 3}})
     world = World(0, (0, 1, 2, 3), ())
     assert begins.readers(world, 0, 1) == {0, 1}
     assert begins.readers(world, 1, 1) == {2, 3}, "node 1 sees no files of its rank: its buddy's may be damaged"
     assert begins.readers(world, 2, 1) == {2, 3}
-    assert Beginning(0, 1, "job", {3: {1, 2}}).readers(world, 3, 1) == {1, 2}, "no holder sees them: all who do read"
+    assert Beginning(0, 1, {3: {1, 2}}).readers(world, 3, 1) == {1, 2}, "no holder sees them: all who do read"
