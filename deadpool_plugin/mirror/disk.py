@@ -142,7 +142,8 @@ def write(store_dir: Path, manifest: Manifest, store: SnapshotStore, *, running:
             _sync(path)
         _sync(draft)
         draft.rename(folder)
-        _sync(folder.parent)
+        for changed in (folder.parent, folder.parent.parent, store_dir):
+            _sync(changed)
         return manifest
     except BaseException as error:
         remove(draft)

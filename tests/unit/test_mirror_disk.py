@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import present
@@ -139,6 +140,115 @@ def test_a_writer_that_was_killed_leaves_nothing_that_counts(store, tmp_path):
     assert disk.shelves(tmp_path / "job") == ([], [])
     disk.write(tmp_path, manifest(), store)
     assert not draft.exists() and len(disk.shelves(tmp_path / "job")[0]) == 1
+
+
+class PowerCuts:
+    """What a disk may hold after a power cut: of a file, what it had when it was last synced, and any part of what was
+    written since; of a folder, the entries that it had then, and any of the changes since."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, top: Path) -> None:
+        self.top, self.ops = top, list[tuple[str, Path, Any]]()
+        self._names: dict[int, Path] = {}
+        open_, write, fsync, rename, mkdir = os.open, os.write, os.fsync, Path.rename, Path.mkdir
+
+        def opened(path, flags, *mode):
+            descriptor = open_(path, flags, *mode)
+            self._names[descriptor] = Path(path)
+            if flags & os.O_CREAT:
+                self.ops.append(("enter", Path(path), b""))
+            return descriptor
+
+        def written(descriptor, data):
+            count = write(descriptor, data)
+            self.ops.append(("write", self._names[descriptor], bytes(data[:count])))
+            return count
+
+        def synced(descriptor):
+            fsync(descriptor)
+            self.ops.append(("sync", self._names[descriptor], None))
+
+        def renamed(path, target):
+            rename(path, target)
+            self.ops.append(("rename", path, target))
+
+        def made(path, mode=0o777, parents=False, exist_ok=False):
+            if not path.exists():
+                self.ops.append(("enter", path, None))
+            mkdir(path, mode, parents=parents, exist_ok=exist_ok)
+
+        for owner, name, function in (
+            (os, "open", opened), (os, "write", written), (os, "fsync", synced), (Path, "rename", renamed),
+            (Path, "mkdir", made),
+        ):  # fmt: skip
+            monkeypatch.setattr(owner, name, function)
+
+    def after(self, count: int, draw: random.Random, into: Path) -> None:
+        """Lay out in `into` what the disk may hold if power fails after `count` operations."""
+        data, kept = dict[Path, bytes](), dict[Path, bytes]()  # by the name under which it was made
+        pending, entries = list[tuple[str, Path, Any]](), dict[Path, Path | None]()  # name -> file, None: a folder
+        for kind, path, what in self.ops[:count]:
+            if kind == "write":
+                data[path] = data.get(path, b"") + what
+            elif kind == "sync" and path in data:
+                kept[path] = data[path]
+            elif kind == "sync":
+                done = [op for op in pending if path in (op[1].parent, op[2] if op[0] == "rename" else None)]
+                pending = [op for op in pending if op not in done]
+                for op in done:
+                    self._apply(op, entries)
+            else:
+                pending.append((kind, path, what))
+        for op in pending:
+            if draw.random() < 0.5:
+                self._apply(op, entries)
+        for name, inode in sorted(entries.items()):
+            place = into / name.relative_to(self.top)
+            if not all((into / parent.relative_to(self.top)).is_dir() for parent in name.parents if parent > self.top):
+                continue
+            if not place.parent.is_dir():
+                continue
+            if inode is None:
+                place.mkdir(exist_ok=True)
+                continue
+            some = data.get(inode, b"")
+            least = len(kept.get(inode, b""))
+            place.write_bytes(some[: draw.choice([least, len(some), draw.randint(least, len(some))])])
+            place.chmod(0o600)
+
+    @staticmethod
+    def _apply(op: tuple[str, Path, Any], entries: dict[Path, Path | None]) -> None:
+        kind, path, what = op
+        if kind == "enter":
+            entries[path] = path if what is not None else None
+            return
+        for name in [name for name in entries if name == path or path in name.parents]:
+            entries[what / name.relative_to(path)] = entries.pop(name)
+
+
+def test_a_power_cut_at_any_moment_leaves_nothing_that_is_read_wrong(store, tmp_path, monkeypatch):
+    """And once it is said to be written it is there, whatever the disk had not been asked to sync."""
+    top = tmp_path / "disk"
+    top.mkdir()
+    with monkeypatch.context() as patch:
+        cuts = PowerCuts(patch, top)
+        disk.write(top, manifest(), store)
+    expected, draw = read_back(top / "job" / "3.7" / "node1"), random.Random(SEED)
+    counts = [*(draw.randrange(len(cuts.ops)) for _ in range(60)), *[len(cuts.ops)] * 20]
+    found = 0
+    for number, count in enumerate(counts):
+        folder = tmp_path / f"cut{number}"
+        folder.mkdir()
+        cuts.after(count, draw, folder)
+        whole, problems = disk.shelves(folder / "job")
+        for shelf in whole:
+            try:
+                assert read_back(shelf.folder) == expected, f"cut {number} of seed {SEED}"
+                found += 1
+            except StorageError as error:
+                problems.append(str(error))
+        assert count < len(cuts.ops) or (len(whole) == 1 and not problems), f"cut {number} of seed {SEED}: {problems}"
+        shutil.rmtree(folder)
+    assert found >= 20
 
 
 def test_mutated_files_are_refused_by_name_or_read_right(store, tmp_path):
