@@ -80,7 +80,7 @@ class Agent:
         self._mirroring = Mirroring(node)
         self._workers = Workers(node, lambda slot: self._rehearsals.replace(slot))
         self._rehearsals = Rehearsals(node, self._workers, self._mirroring)
-        self._storage = Storage(node, self._mirroring)
+        self._storage = Storage(node)
         self._takeovers = TakeOvers(node, self._workers, self._mirroring, self._rehearsals)
         host.serve(self._on_message, self._workers.closed)
         host.store.on_corrupt(lambda rank, step: soon(self._loop, self.feed, api.HoldingsDropped(rank, step - 1)))

@@ -23,11 +23,10 @@ from ..core.placement import held_by, needs_payload
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
 from ..errors import ConfigError, DeadpoolError, StorageError, present
 from ..mirror import disk
-from ..mirror.disk import Manifest, Overtaken, Shelf, StoredSnapshot
+from ..mirror.disk import Manifest, Shelf, StoredSnapshot
 from ..transport.rendezvous import Hello, Stored
 from ..transport.tasks import Tasks, loop_time
 from .links import versions
-from .mirroring import Mirroring
 from .node import LocalNode
 from .world import first_difference
 
@@ -81,7 +80,7 @@ def beginning(world: World, hellos: Sequence[Hello], command: Sequence[str], cop
             "as many as before (spares may differ)",
             f"start it on as many hosts; for another layout {EXPORT}",
         )
-    committed = max(its.committed for its in stored.values())
+    _, committed = max(its.committed for its in stored.values())
     generations = sorted({one for its in stored.values() for one, _ in its.holdings}, reverse=True)
     reasons = list[str]()
     for generation in generations:  # steps of two generations may be of two histories
@@ -109,8 +108,8 @@ def _seen(held: dict[NodeId, list[Holding]], step: Step) -> dict[Rank, set[NodeI
 class Storage:
     """Files of this node: those it leaves in `store_dir`, and those of the job that `resume` names."""
 
-    def __init__(self, node: LocalNode, mirroring: Mirroring) -> None:
-        self._node, self._mirroring, self._store = node, mirroring, node.host.store
+    def __init__(self, node: LocalNode) -> None:
+        self._node, self._store = node, node.host.store
         self._shelves: list[Shelf] = []
         self._writing = asyncio.Lock()
         self._written: dict[Step, Path] = {}  # by this job, as it ran
@@ -126,7 +125,7 @@ class Storage:
     # ---- flush
 
     async def flush(self, generation: Generation, committed: Step) -> None:
-        """Write what this node holds of the newest committed step, and of newer ones, and say what was written."""
+        """Write what this node holds of the newest committed step, and of newer ones, and report it."""
         node = self._node
         store_dir, began = node.config.store_dir, loop_time()
         if store_dir is None or node.world is None:
@@ -148,9 +147,7 @@ class Storage:
     def _manifest(self, generation: Generation, step: Step) -> Manifest:
         node = self._node
         ranks_total = len(present(node.world, "a state is written before the world has formed").node_of)
-        return Manifest(
-            node.credentials.job, node.id, generation, step, ranks_total, self.command, versions()
-        )  # fmt: skip
+        return Manifest(node.credentials.job, node.id, generation, step, ranks_total, self.command, versions())
 
     # ---- while the job runs
 
@@ -170,7 +167,7 @@ class Storage:
         try:
             async with self._writing:
                 await node.host.at_files(lambda: disk.write(store_dir, manifest, self._store, running=True))
-        except (StorageError, Overtaken) as error:
+        except DeadpoolError as error:
             text = f"step {step} is not written to {store_dir}, a later one will be: {error}"
             return node.reports.emit(events.Note(f"node {node.id}: {text}"))
         self._written[step] = disk.folder_of(store_dir, manifest)
@@ -206,7 +203,7 @@ class Storage:
                 if key not in holdings or held.payload:
                     holdings[key] = held
         told = tuple((generation, held) for (generation, _, _), held in sorted(holdings.items()))
-        _, committed = max((manifest.generation, manifest.step) for _, manifest in self._shelves)
+        committed = max((manifest.generation, manifest.step) for _, manifest in self._shelves)
         return Stored(first.job, first.command, first.versions, first.ranks_total, committed, told)
 
     async def read(self, world: World, begins: Beginning) -> None:

@@ -42,7 +42,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True):
     command: list[str]
     versions: dict[str, str]
     ranks_total: Count
-    committed: Step  # the newest one that the files say was
+    committed: tuple[Generation, Step]  # the newest one that the files say was
     holdings: tuple[tuple[Generation, Holding], ...]
 
 

@@ -24,7 +24,7 @@ from deadpool_plugin.core import api, local
 from deadpool_plugin.core.ledger import Ledger
 from deadpool_plugin.core.placement import buddies_of, held_by
 from deadpool_plugin.core.types import Holding, World
-from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.errors import ConfigError, StorageError
 from deadpool_plugin.mirror import disk
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.rendezvous import Hello, Stored
@@ -45,7 +45,7 @@ class Host:
         made.reports.emit, made.reports.say = self.said.append, self.said.append  # type: ignore[method-assign,assignment]
         made.world = WORLD
         self.node, self.mirroring = made, Mirroring(made)
-        self.storage = Storage(made, self.mirroring)
+        self.storage = Storage(made)
 
     def hello(self, job_dir: Path) -> Hello:
         stored = self.storage.look(job_dir)
@@ -167,6 +167,55 @@ def test_damage_to_all_copies_is_said_for_each(tmp_path):
         free(on.store)
 
 
+def folders(top: Path) -> list[str]:
+    return sorted(path.name for path in (top / "job").iterdir())
+
+
+def test_while_the_job_runs_the_newest_steps_that_all_have_written_stay(tmp_path):
+    """Step 2 was written here, and not by all: it goes when the steps around it do."""
+
+    async def run(on: Host) -> None:
+        for step in range(6):
+            hold(on, 0, step, own=True)
+            on.storage.write(GENERATION, step)
+            await settled(on)
+            if step != 2:
+                on.storage.stored(step)
+            await settled(on)
+            assert folders(tmp_path) == [f"{GENERATION}.{one}" for one in range(step + 1) if one >= kept[step]]
+
+    async def settled(on: Host) -> None:
+        while on.storage._tasks._tasks:
+            await asyncio.sleep(0)
+
+    kept = {0: 0, 1: 0, 2: 0, 3: 1, 4: 3, 5: 4}
+    on = Host(0, tmp_path)
+    asyncio.run(run(on))
+    assert [one.step for one in on.fed if isinstance(one, api.StepWritten)] == [*range(6)]
+    free(on.store)
+
+
+def test_what_cannot_be_written_while_the_job_runs_is_said_and_disturbs_nobody(tmp_path, monkeypatch):
+    async def run(on: Host) -> None:
+        hold(on, 0, STEP, own=True)
+        async with on.storage._writing:
+            on.storage.write(GENERATION, STEP)
+        monkeypatch.setattr(disk, "write", full)
+        on.storage.write(GENERATION, STEP)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    def full(*arguments: object, **more: object) -> None:
+        raise StorageError("the disk is full")
+
+    on = Host(0, tmp_path)
+    asyncio.run(run(on))
+    busy, failed = [said.text for said in on.said if isinstance(said, events.Note)]
+    assert "step 5 is not written to" in busy and "an earlier one still is" in busy
+    assert failed.endswith("a later one will be: the disk is full") and not on.fed
+    free(on.store)
+
+
 def test_another_command_or_version_is_refused(tmp_path):
     flushed({0: tmp_path})
     hello = Host(0, tmp_path).hello(tmp_path / "job")
@@ -221,7 +270,9 @@ def test_records_whose_beginning_was_dropped_are_refused(tmp_path):
 def offered(node: int, *held: tuple[int, int, int], job: str = "job", ranks: int = 2) -> Hello:
     """A node that sees snapshots (generation, rank, step)."""
     holdings = tuple((generation, Holding(rank, step, True, (rank,))) for generation, rank, step in held)
-    stored = Stored(job, ["train.py"], {}, ranks, max((step for _, _, step in held), default=-1), holdings)
+    stored = Stored(
+        job, ["train.py"], {}, ranks, max(((one, step) for one, _, step in held), default=(0, -1)), holdings
+    )
     return Hello(node, f"h{node}", ("h", 1), (("h", 2),), 1, {}, "", stored=stored)
 
 
@@ -243,7 +294,7 @@ def test_a_step_that_is_held_twice_is_preferred_to_one_that_all_had_only_begun_t
     """Of step 9, which was not committed, a damaged file would be the end."""
     own = {0: (0, 0, 9), 1: (0, 1, 9)}
     hellos = [offered(node, (0, 0, 8), (0, 1, 8), own[node]) for node in (0, 1)]
-    told = [msgspec.structs.replace(present(hello.stored), committed=8) for hello in hellos]
+    told = [msgspec.structs.replace(present(hello.stored), committed=(0, 8)) for hello in hellos]
     hellos = [msgspec.structs.replace(hello, stored=its) for hello, its in zip(hellos, told, strict=True)]
     assert beginning(TWO, hellos, ["train.py"], 1)[:2] == (0, 8)
 
