@@ -66,12 +66,12 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path(launcher.__file__).parents[2]))
 
-    def launch(code="", hosts=("h1", "h2"), slots=()):
+    def launch(code="", hosts=("h1", "h2"), slots=(), first=()):
         (tmp_path / "deepspeed.py").write_text(DEEPSPEED + code)
         monkeypatch.setattr(launcher, "DEEPSPEED", (sys.executable, str(tmp_path / "deepspeed.py")))
         request = Request(["--module"], ["s.py", "--lr", "1"], "d.yaml", list(hosts), slots=list(slots))
         monkeypatch.setattr(launcher, "understood", lambda words: request)
-        return launcher.launch(["--hostfile", "H", "s.py"])
+        return launcher.launch([*first, "--hostfile", "H", "s.py"])
 
     jobs: list[str] = []
     named = job_files.new_job
@@ -123,6 +123,45 @@ def test_hosts_that_join_can_be_told_of_the_users_own_secret_file(job, tmp_path)
     assert job(copies + log(0, events.JobFinished())) == 0
     known = config.load(tmp_path / "told.yaml")
     assert (known.secret_path, known.patience_s) == (tmp_path / "secret", 3.0)
+
+
+@pytest.mark.parametrize("first", [("--resume", "left/job"), ("--resume=left/job",)])
+def test_a_job_that_is_resumed_tells_its_hosts(job, tmp_path, first):
+    copies = "import shutil\nshutil.copy(sys.argv[-1], 'told.yaml')\n"
+    assert job(copies + log(0, events.JobFinished()), first=first) == 0
+    assert config.load(tmp_path / "told.yaml").resume == tmp_path / "left" / "job"
+    assert "--resume" not in (tmp_path / "seen.txt").read_text()
+
+
+def test_a_job_on_one_host_is_resumed_by_a_configuration_of_its_own(job, monkeypatch, tmp_path):
+    def execv(program, words):
+        raise SystemExit(words[-1])
+
+    monkeypatch.setattr(os, "execv", execv)
+    with (tmp_path / "d.yaml").open("a") as file:
+        file.write("spares: 0\n")
+    with pytest.raises(SystemExit) as ended:
+        job(hosts=[], first=("--resume", "/left/job"))
+    told = config.load(str(ended.value))
+    assert (told.resume, told.spares, told.secret_path) == (Path("/left/job"), 0, tmp_path / "secret")
+
+
+def test_how_to_go_on_is_said_last_unless_the_job_has_finished(job, capfd):
+    left = events.StateWritten(step=7, path="/left/a job")
+    assert job(log(1, left, events.JobStopped(exit_code=86, reason="too much")), first=("--resume", "/x")) == 86
+    said = capfd.readouterr().out.splitlines()
+    assert said[-1] == "[deadpool] to go on: deadpool launch --resume '/left/a job' --hostfile H s.py"
+    assert "newest checkpoint" not in said[-2]
+
+
+def test_a_host_that_left_a_job_that_finished_is_no_reason_to_go_on(job, capfd):
+    assert job(log(1, events.StateWritten(step=7, path="/left/job")) + log(0, events.JobFinished())) == 0
+    assert "to go on" not in capfd.readouterr().out
+
+
+def test_a_folder_to_go_on_from_is_named():
+    with pytest.raises(ConfigError, match="--resume is the last word; expected `--resume STORE_DIR/JOB`"):
+        launcher.launch(["--resume"])
 
 
 def test_nothing_starts_unless_every_host_is_ready(job, tmp_path):
