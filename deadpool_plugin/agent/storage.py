@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from .. import events
 from ..config import STORING_S
 from ..core import api, local
 from ..core.ledger import Ledger
-from ..core.placement import held_by, needs_payload
+from ..core.placement import held_by
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
 from ..errors import ConfigError, DeadpoolError, StorageError, present
 from ..mirror import disk
@@ -30,6 +30,7 @@ from .links import versions
 from .node import LocalNode
 from .world import first_difference
 
+TOLD_MAX = 8  # of so many hosts a host tells all that it sees of files
 EXPORT = "let the earlier job's own script save a checkpoint, and load that"
 
 
@@ -80,12 +81,18 @@ def beginning(world: World, hellos: Sequence[Hello], command: Sequence[str], cop
             "as many as before (spares may differ)",
             f"start it on as many hosts; for another layout {EXPORT}",
         )
-    _, committed = max(its.committed for its in stored.values())
+    committed = {one for its in stored.values() for one in its.committed}
     generations = sorted({one for its in stored.values() for one, _ in its.holdings}, reverse=True)
     reasons = list[str]()
     for generation in generations:  # steps of two generations may be of two histories
         held = {node: [held for one, held in its.holdings if one == generation] for node, its in stored.items()}
-        point = Ledger(held).restore_point(world, held, copies, committed)
+        steps = {one.step for its in held.values() for one in its}
+        # A newer generation has committed the step with which it began.
+        least = max(
+            (step for one, step in committed if one == generation or (one > generation and step in steps)),
+            default=NO_STEP,
+        )
+        point = Ledger(held).restore_point(world, held, copies, least)
         if not isinstance(point, str):
             return Beginning(generation, point.step, _seen(held, point.step), next(iter(reasons), ""))
         reasons.append(point)
@@ -112,7 +119,8 @@ class Storage:
         self._node, self._store = node, node.host.store
         self._shelves: list[Shelf] = []
         self._writing = asyncio.Lock()
-        self._written: dict[Step, Path] = {}  # by this job, as it ran
+        self._written: list[tuple[Step, Path]] = []  # by this job, as it ran
+        self._hangs = False  # the disk has not answered for so long that nothing more is written while the job runs
         self._whole: deque[Step] = deque(maxlen=node.config.store_keep)  # the newest that all nodes have written
         self._tasks = Tasks()
 
@@ -153,32 +161,37 @@ class Storage:
 
     def write(self, generation: Generation, step: Step) -> None:
         """Begin to write a step that was just committed, unless an earlier one is still being written."""
-        node = self._node
-        if not self._store.holdings():  # a spare
-            return
-        if self._writing.locked():
-            text = f"step {step} is not written to {node.config.store_dir}: an earlier one still is"
-            return node.reports.emit(events.Note(f"node {node.id}: {text}"))
-        self._tasks.start(self._write(generation, step))
+        world = present(self._node.world, "a step is written before the world has formed")
+        if self._node.id in world.active:
+            ranks = held_by(world, self._node.id, self._node.config.copies)
+            self._tasks.start(self._write(generation, step, ranks))
 
-    async def _write(self, generation: Generation, step: Step) -> None:
+    async def _write(self, generation: Generation, step: Step, ranks: Collection[Rank]) -> None:
         node, store_dir = self._node, present(self._node.config.store_dir, "a step is written without a store_dir")
-        manifest = self._manifest(generation, step)
-        try:
-            async with self._writing:
-                await node.host.at_files(lambda: disk.write(store_dir, manifest, self._store, running=True))
-        except DeadpoolError as error:
-            text = f"step {step} is not written to {store_dir}, a later one will be: {error}"
-            return node.reports.emit(events.Note(f"node {node.id}: {text}"))
-        self._written[step] = disk.folder_of(store_dir, manifest)
-        node.feed(api.StepWritten(step, generation))
+        manifest, why = self._manifest(generation, step), ""
+        if self._hangs or self._writing.locked():
+            why = "an earlier one still is"
+        else:
+            try:
+                async with asyncio.timeout(STORING_S), self._writing:
+                    await node.host.at_files(lambda: disk.write(store_dir, manifest, self._store, of_ranks=ranks))
+                self._written.append((step, disk.folder_of(store_dir, manifest)))
+            except TimeoutError:
+                self._hangs, why = True, f"the disk has not taken it within {STORING_S:g} s, and is not asked again"
+            except DeadpoolError as error:
+                why = str(error)
+        if why:
+            node.reports.emit(events.Note(text=f"node {node.id}: step {step} is not written to {store_dir}: {why}"))
+        node.feed(api.StepWritten(step, generation, not why))
 
     def stored(self, step: Step) -> None:
         """Note that all nodes have written `step`, and remove what is older than the newest such steps."""
         self._whole.append(step)
         if len(self._whole) == self._whole.maxlen:
-            for old in [one for one in self._written if one < min(self._whole)]:
-                self._tasks.start(self._remove(self._written.pop(old)))
+            oldest = min(self._whole)
+            for _, folder in [one for one in self._written if one[0] < oldest]:
+                self._tasks.start(self._remove(folder))
+            self._written = [one for one in self._written if one[0] >= oldest]
 
     async def _remove(self, folder: Path) -> None:
         await self._node.host.at_files(lambda: disk.remove(folder))
@@ -193,17 +206,21 @@ class Storage:
         if not self._shelves:
             return None
         first = self._shelves[0].manifest
-        # On storage that all share each tells of one host's files: all of them would be many times too much.
-        own = [manifest for _, manifest in self._shelves if manifest.node == self._node.id]
+        # On storage that many share each tells of one host's files, and of those that nobody else tells of: all that
+        # tell of all would be too much.
+        manifests, place = [manifest for _, manifest in self._shelves], self._node.place
+        if len({manifest.node for manifest in manifests}) > TOLD_MAX:
+            own = [one for one in manifests if one.node == place.node or one.node >= place.nodes_total]
+            manifests = own or manifests
         holdings = dict[tuple[Generation, Rank, Step], Holding]()
-        for manifest in own or [manifest for _, manifest in self._shelves]:
+        for manifest in manifests:
             for one in manifest.snapshots:
                 key = one.generation, one.rank, one.step
                 held = Holding(one.rank, one.step, one.payload is not None, one.replicas, one.paired)
                 if key not in holdings or held.payload:
                     holdings[key] = held
         told = tuple((generation, held) for (generation, _, _), held in sorted(holdings.items()))
-        committed = max((manifest.generation, manifest.step) for _, manifest in self._shelves)
+        committed = tuple(sorted({(manifest.generation, manifest.step) for _, manifest in self._shelves}))
         return Stored(first.job, first.command, first.versions, first.ranks_total, committed, told)
 
     async def read(self, world: World, begins: Beginning) -> None:
@@ -241,8 +258,7 @@ class Storage:
     def _read(self, world: World, shelf: Shelf, snapshot: StoredSnapshot) -> Holding:
         store, rank, step, generation = self._store, snapshot.rank, snapshot.step, world.generation
         at_home = world.node_of[rank] == self._node.id
-        with_payload = at_home or needs_payload(world, rank, snapshot.replicas, self._node.config.copies)
-        with_payload = with_payload and snapshot.payload is not None
+        with_payload = snapshot.payload is not None
         script = next((one for one in shelf.manifest.ranks if one.rank == rank), None)
         if script is None or script.first > 0 or script.last < step:
             kept = f"steps {script.first} to {script.last}" if script is not None else "none"
@@ -272,8 +288,8 @@ class Storage:
         else:
             with store.writing(rank):
                 pair = store.begin_mirror(rank, step, generation, *shape[1:])
-                encoded = disk.read_snapshot(shelf.folder, snapshot, pair, with_payload)
-                sums = snapshot.payload.sums if snapshot.payload is not None and with_payload else ()
+                encoded = disk.read_snapshot(shelf.folder, snapshot, pair)
+                sums = snapshot.payload.sums if snapshot.payload is not None else ()
                 store.finish_mirror(pair, encoded, generation, holding, [], sums)
         store.recordings[rank] = recording
         store.history(rank).truncate(NO_STEP)

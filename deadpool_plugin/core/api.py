@@ -33,6 +33,7 @@ class FilesRead(Input, frozen=True):
 class StepWritten(Input, frozen=True):
     step: Step  # all that this node holds of it is on disk
     generation: Generation
+    well: bool = True  # else it could not be written, and is left out
 
 
 class Ticked(Input, frozen=True):

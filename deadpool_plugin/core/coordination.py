@@ -89,7 +89,7 @@ class Coordination:
         self._said = Status(context.world.generation, NO_STEP, False)  # which whoever enters the generation knows
         self._pace, self._chain = Pace(context.every), context.begun_chain()
         self._to_store = self._stored = NO_STEP  # the newest step that all are to write to disk, and that all have
-        self._stored_at = context.now
+        self._stored_at = NEVER  # a generation's first step is written: what was before it may not be whole
 
     @property
     def unready(self) -> tuple[Rank, ...]:
@@ -180,8 +180,7 @@ class Coordination:
                 ctx.emit(StepCommitted(step))
                 self._chain.forget_before(step)
                 self._set_pace()
-                every_s = ctx.policy.store_every_s
-                if every_s is not None and ctx.now - self._stored_at >= every_s:
+                if self._is_to_be_stored():
                     self._to_store, self._stored_at = step, ctx.now
             if self._ledger.unpaired > self._committed:
                 self._pairing.ask(f"what the ranks had issued by step {self._ledger.unpaired} does not pair")
@@ -194,6 +193,14 @@ class Coordination:
         self._choose()
         self._say(on_change_only=True)
         self._end_if_all_have()
+
+    def _is_to_be_stored(self) -> bool:
+        """Return whether a step that was just committed is to go to disk: not while somebody still writes one."""
+        ctx, every_s = self._ctx, self._ctx.policy.store_every_s
+        if every_s is None or (self._stored_at != NEVER and ctx.now - self._stored_at < every_s):
+            return False
+        reports = (self._coverage.report_of(node) for node in ctx.world.active)
+        return all(report.stored_or_left >= self._to_store for report in reports)
 
     def _all_have_written(self) -> bool:
         return all(self._coverage.report_of(node).stored == self._to_store for node in self._ctx.world.active)

@@ -63,7 +63,8 @@ class Report(OfGeneration, frozen=True):
     most: Count = 0  # how many steps snapshots may be apart for want of memory on this node; 0: any
     wanted: tuple[Step, ...] = ()  # steps of which a rank of this node wants a snapshot, for a save to begin
     passed: tuple[Step, ...] = ()  # those announced of which a rank of this node can take none any more
-    stored: Step = NO_STEP  # the newest step of this generation that this node has written to disk
+    stored: Step = NO_STEP  # the newest step of this generation that this node has written to disk,
+    stored_or_left: Step = NO_STEP  # or has left out
     read: bool = False  # what this node reads of an earlier job's files is in its memory, as far as it can be read
 
 

@@ -48,7 +48,7 @@ class Processes:
         self._took_steps: dict[Rank, float] = {}  # how many steps the newest mirroring took that each rank knows of
         self._most: dict[Rank, int] = {}  # how many steps snapshots may be apart, by the memory of each rank
         self._wanted, self._passed = set[Step](), set[Step]()
-        self._stored: Step = NO_STEP  # the newest step that this node has written to disk
+        self._stored = self._stored_or_left = NO_STEP  # the newest step that this node has written to disk, or left out
         self._read = False  # the files of an earlier job, from which this one is resumed
         self._pruned = False  # records of the first steps of a rank of this node are dropped
         self._offers: dict[int, tuple[bool, str]] = {}  # whether a slot's process runs a rank, its store; newest last
@@ -105,6 +105,7 @@ class Processes:
                 wanted=tuple(sorted(step for step in self._wanted if step > ctx.committed)),
                 passed=tuple(sorted(step for step in self._passed if step > ctx.committed)),
                 stored=self._stored,
+                stored_or_left=self._stored_or_left,
                 read=self._read,
             )
         ctx.send(ctx.coordinator, report)
@@ -143,9 +144,10 @@ class Processes:
                     steps.add(event.step)
             case local.CheckpointSaved(step, path, whole):
                 ctx.note(ctx.learn_checkpoint(Checkpoint(whole, step, path)))
-            case api.StepWritten(step, generation) if generation == ctx.world.generation:
-                ctx.note(step > self._stored)
-                self._stored = max(self._stored, step)
+            case api.StepWritten(step, generation, well) if generation == ctx.world.generation:
+                ctx.note()
+                self._stored_or_left = step
+                self._stored = step if well else self._stored
             case api.FilesRead():
                 ctx.note(not self._read)
                 self._read = True
@@ -281,7 +283,7 @@ class Processes:
             return
         if plan.store in self._lost_stores:
             ctx.get_stuck(STORE_GONE)
-        self._floor, self._stored = plan.restore_step, NO_STEP
+        self._floor, self._stored, self._stored_or_left = plan.restore_step, NO_STEP, NO_STEP
         for one in plan.suspicions:  # what this node knows of its own ranks may be newer
             known = self._suspicions.get(one.rank)
             if known is None or (known.step, known.raises) < (one.step, one.raises):

@@ -1,7 +1,7 @@
 """Snapshots on disk: what agents leave of their memory when a job ends, and how the next job gets it back.
 
-One folder for each host and occasion, `STORE_DIR/JOB/GENERATION.STEP/nodeN/`, which appears whole or not at all: it is
-written beside, synced, and renamed. Numbers are little endian.
+One folder for each host and occasion, `STORE_DIR/JOB/GENERATION.STEP/nodeN/` (`nodeN.end/` of a job that has ended),
+which appears whole or not at all: it is written beside, synced, and renamed. Numbers are little endian.
 
 | file | content |
 |---|---|
@@ -24,14 +24,14 @@ import shutil
 import stat
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import xxhash
 
-from ..core.types import Count, Digest, Generation, NodeId, Rank, Step
+from ..core.types import Count, Digest, Generation, Holding, NodeId, Rank, Step, listed
 from ..errors import DeadpoolError, StorageError
 from .arena import SlotPair, Sums, decode_header
 from .records import NotHeld
@@ -43,6 +43,7 @@ _MAGIC = b"deadpool"
 _HEAD = struct.Struct("<8sIQQ")
 _MANIFEST = "manifest"
 MANIFEST_BYTES_MAX = 1 << 30
+MAKE_ATTEMPTS = 5
 CLAIM_S = 2.0  # for others of the same job, which claim at the same moment
 Records = list[bytes]
 
@@ -101,8 +102,8 @@ _manifest: msgspec.msgpack.Decoder[Manifest] = msgspec.msgpack.Decoder(Manifest)
 _records: msgspec.msgpack.Decoder[Records] = msgspec.msgpack.Decoder(Records)
 
 
-def folder_of(store_dir: Path, manifest: Manifest) -> Path:
-    return store_dir / manifest.job / f"{manifest.generation}.{manifest.step}" / f"node{manifest.node}"
+def folder_of(store_dir: Path, manifest: Manifest, suffix: str = "") -> Path:
+    return store_dir / manifest.job / f"{manifest.generation}.{manifest.step}" / f"node{manifest.node}{suffix}"
 
 
 # ---- writing
@@ -112,28 +113,30 @@ class Overtaken(DeadpoolError):
     """Training has replaced a snapshot in memory before it was copied."""
 
 
-def write(store_dir: Path, manifest: Manifest, store: SnapshotStore, *, running: bool = False) -> Manifest:
+def write(
+    store_dir: Path, manifest: Manifest, store: SnapshotStore, *, of_ranks: Collection[Rank] | None = None
+) -> Manifest:
     """Write what `store` holds of step `manifest.step`; complete `manifest` with it, and return it.
 
-    A folder that is there already stays as it is: it has that step. Where nothing is held, nothing is written.
-    Args: running: training goes on: that step alone, all of it or nothing, and it is copied before any of it is synced.
-    Otherwise newer steps, too, and what was left half-way is left out.
+    Where nothing is held, nothing is written.
+    Args: of_ranks: training goes on: write the snapshots of that step of all these ranks, or nothing, and copy them
+    before any is synced. Otherwise newer steps are written, too, and what was left half-way is left out.
     Raises: StorageError or Overtaken, and nothing is left then. Blocks: for the disk.
     """
-    folder = folder_of(store_dir, manifest)
-    if folder.exists():
-        return load(folder)
-    draft = folder.with_name(f".{folder.name}.draft")
+    running, held = of_ranks is not None, [one for one in store.holdings() if one.step >= manifest.step]
+    if not held and not running:
+        return manifest
+    folder = folder_of(store_dir, manifest, "" if running else ".end")
+    draft = _draft_of(folder)
     try:
-        store_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shutil.rmtree(draft, ignore_errors=True)
-        for new in (folder.parent.parent, folder.parent, draft):
-            new.mkdir(mode=0o700, exist_ok=True)
-        snapshots = tuple(_written_snapshots(draft, manifest.step, store, running))
-        if not snapshots:
-            remove(draft)
-            return manifest
+        _make(draft)
+        wanted = [one for one in held if one.step == manifest.step] if running else held
+        snapshots = tuple(_written_snapshots(draft, wanted, store, running))
+        if gone := sorted({*(of_ranks or ())} - {one.rank for one in snapshots}):
+            raise Overtaken(f"step {manifest.step} of rank(s) {listed(gone)} is not in memory any more")
         ranks = tuple(_written_rank(draft, store, rank) for rank in sorted({one.rank for one in snapshots}))
+        if running and any(one.last < manifest.step or not one.recording.bytes for one in ranks):
+            raise Overtaken(f"records of step {manifest.step} are not in memory any more")
         manifest = msgspec.structs.replace(manifest, snapshots=snapshots, ranks=ranks)
         body = msgspec.msgpack.encode(manifest)
         head = _HEAD.pack(_MAGIC, VERSION, len(body), xxhash.xxh3_64_intdigest(body))
@@ -146,16 +149,34 @@ def write(store_dir: Path, manifest: Manifest, store: SnapshotStore, *, running:
             _sync(changed)
         return manifest
     except BaseException as error:
-        remove(draft)
+        shutil.rmtree(draft, ignore_errors=True)
         if isinstance(error, OSError):
             raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
         raise
 
 
-def _written_snapshots(folder: Path, least: Step, store: SnapshotStore, running: bool) -> Iterable[StoredSnapshot]:
-    for holding in store.holdings():
-        if holding.step < least or (running and holding.step > least):
-            continue
+def _draft_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.draft")
+
+
+def _make(draft: Path) -> None:
+    """Make the folder of a draft, and those above it, anew; another host may remove an empty one at the same moment."""
+    shutil.rmtree(draft, ignore_errors=True)
+    for attempt in range(MAKE_ATTEMPTS):
+        try:
+            draft.parent.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for new in (draft.parent.parent, draft.parent, draft):
+                new.mkdir(mode=0o700, exist_ok=True)
+            return
+        except FileNotFoundError:
+            if attempt == MAKE_ATTEMPTS - 1:
+                raise
+
+
+def _written_snapshots(
+    folder: Path, wanted: Iterable[Holding], store: SnapshotStore, running: bool
+) -> Iterable[StoredSnapshot]:
+    for holding in wanted:
         try:
             snapshot = store.readable(holding.rank, holding.step, payload=holding.payload)
             path, file = folder / _payload(holding.rank, holding.step), None
@@ -289,14 +310,14 @@ def load(folder: Path) -> Manifest:
     return manifest
 
 
-def read_snapshot(folder: Path, snapshot: StoredSnapshot, pair: SlotPair, with_payload: bool = True) -> bytes:
+def read_snapshot(folder: Path, snapshot: StoredSnapshot, pair: SlotPair) -> bytes:
     """Bring a snapshot into a slot of `pair`, and seal it as one from before the job's first generation.
 
     Returns: its new header, encoded. Raises: StorageError, ConfigError. Blocks: for the disk.
     """
     header = decode_header(snapshot.header, snapshot.rank, snapshot.step)
     pair.invalidate(snapshot.step)
-    if snapshot.payload is not None and with_payload:
+    if snapshot.payload is not None:
         into = pair.payload(snapshot.step)[: header.payload_bytes]
         path = folder / _payload(snapshot.rank, snapshot.step)
         if len(into) != snapshot.payload.bytes:
@@ -370,7 +391,8 @@ def _opened(path: Path) -> io.FileIO:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder of `write`, and the one above if that is empty then."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a folder of `write`, as a whole to whoever looks, and the one above if that is empty then."""
     with contextlib.suppress(OSError):
+        folder.rename(_draft_of(folder))
+        shutil.rmtree(_draft_of(folder), ignore_errors=True)
         folder.parent.rmdir()

@@ -42,7 +42,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True):
     command: list[str]
     versions: dict[str, str]
     ranks_total: Count
-    committed: tuple[Generation, Step]  # the newest one that the files say was
+    committed: tuple[tuple[Generation, Step], ...]  # those that were, in each generation
     holdings: tuple[tuple[Generation, Holding], ...]
 
 

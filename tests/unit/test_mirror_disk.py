@@ -73,7 +73,7 @@ def read_back(folder: Path) -> list[object]:
 
 def test_what_is_written_is_read_again(store, tmp_path):
     written = disk.write(tmp_path, manifest(), store)
-    folder = tmp_path / "job" / "3.7" / "node1"
+    folder = tmp_path / "job" / "3.7" / "node1.end"
     assert [(one.rank, one.step, one.payload is not None) for one in written.snapshots] == [
         (0, 7, True), (0, 8, True), (1, 7, False)
     ]  # fmt: skip
@@ -99,8 +99,9 @@ def test_what_is_overwritten_meanwhile_is_left_out(store, tmp_path):
 
 
 def test_while_the_job_runs_a_step_is_written_alone_and_whole_or_not_at_all(store, tmp_path):
-    written = disk.write(tmp_path, manifest(), store, running=True)
+    written = disk.write(tmp_path, manifest(), store, of_ranks=(0, 1))
     assert [(one.rank, one.step) for one in written.snapshots] == [(0, 7), (1, 7)]
+    assert disk.folder_of(tmp_path, manifest()).is_dir()
     check = store.check_read
 
     def overtaken(read, sums):
@@ -109,14 +110,29 @@ def test_while_the_job_runs_a_step_is_written_alone_and_whole_or_not_at_all(stor
 
     store.check_read = overtaken
     with pytest.raises(Overtaken, match="rank 0, step 7 was overwritten while it was read"):
-        disk.write(tmp_path / "again", manifest(), store, running=True)
+        disk.write(tmp_path / "again", manifest(), store, of_ranks=(0, 1))
     assert not [path for path in (tmp_path / "again").rglob("*") if path.is_file()]
 
 
-def test_a_folder_that_is_there_stays_as_it_is(store, tmp_path):
-    first = disk.write(tmp_path, manifest(), store)
-    store.recordings[0] = b"another"
-    assert disk.write(tmp_path, manifest(), store) == first
+def test_what_is_overtaken_before_it_is_looked_at_is_not_written_either(store, tmp_path):
+    present(store.own(0)).invalidate(9)
+    with pytest.raises(Overtaken, match=r"step 7 of rank\(s\) 0 is not in memory any more"):
+        disk.write(tmp_path, manifest(), store, of_ranks=(0, 1))
+    present(store.own(0)).invalidate(8, keep=9)
+    store.release(1)
+    with pytest.raises(Overtaken, match=r"rank\(s\) 0, 1"):
+        disk.write(tmp_path, manifest(), store, of_ranks=(0, 1))
+    assert disk.shelves(tmp_path / "job") == ([], [])
+
+
+def test_what_was_written_while_the_job_ran_and_what_its_end_leaves_stand_side_by_side(store, tmp_path):
+    disk.write(tmp_path, manifest(), store, of_ranks=(0, 1))
+    ended = disk.write(tmp_path, manifest(), store)
+    assert [(one.rank, one.step) for one in ended.snapshots] == [(0, 7), (0, 8), (1, 7)]
+    assert len(disk.shelves(tmp_path / "job")[0]) == 2
+    disk.remove(disk.folder_of(tmp_path, manifest()))
+    (left,), _ = disk.shelves(tmp_path / "job")
+    assert left.manifest == ended
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
@@ -125,7 +141,7 @@ def test_of_what_cannot_be_written_nothing_is_left(store, tmp_path, monkeypatch,
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path if call == "rename" else os, call, fails)
-    with pytest.raises(StorageError, match="node1 cannot be written: No space left on device"):
+    with pytest.raises(StorageError, match="node1.end cannot be written: No space left on device"):
         disk.write(tmp_path, manifest(), store)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert disk.shelves(tmp_path / "job") == ([], [])
@@ -134,8 +150,8 @@ def test_of_what_cannot_be_written_nothing_is_left(store, tmp_path, monkeypatch,
 def test_a_writer_that_was_killed_leaves_nothing_that_counts(store, tmp_path):
     """Whatever it had written by then, the folder has not got its name; the next one begins anew."""
     disk.write(tmp_path, manifest(), store)
-    folder = tmp_path / "job" / "3.7" / "node1"
-    draft = folder.with_name(".node1.draft")
+    folder = tmp_path / "job" / "3.7" / "node1.end"
+    draft = folder.with_name(".node1.end.draft")
     folder.rename(draft)
     assert disk.shelves(tmp_path / "job") == ([], [])
     disk.write(tmp_path, manifest(), store)
@@ -232,7 +248,7 @@ def test_a_power_cut_at_any_moment_leaves_nothing_that_is_read_wrong(store, tmp_
     with monkeypatch.context() as patch:
         cuts = PowerCuts(patch, top)
         disk.write(top, manifest(), store)
-    expected, draw = read_back(top / "job" / "3.7" / "node1"), random.Random(SEED)
+    expected, draw = read_back(top / "job" / "3.7" / "node1.end"), random.Random(SEED)
     counts = [*(draw.randrange(len(cuts.ops)) for _ in range(60)), *[len(cuts.ops)] * 20]
     found = 0
     for number, count in enumerate(counts):
@@ -253,7 +269,7 @@ def test_a_power_cut_at_any_moment_leaves_nothing_that_is_read_wrong(store, tmp_
 
 def test_mutated_files_are_refused_by_name_or_read_right(store, tmp_path):
     disk.write(tmp_path, manifest(), store)
-    folder, foreign = tmp_path / "job" / "3.7" / "node1", tmp_path / "other"
+    folder, foreign = tmp_path / "job" / "3.7" / "node1.end", tmp_path / "other"
     shutil.copytree(folder, foreign)
     expected = read_back(folder)
     (foreign / "rank0.recording").write_bytes(b"recording of X")
@@ -296,7 +312,7 @@ def test_mutated_files_are_refused_by_name_or_read_right(store, tmp_path):
 
 def test_a_file_of_another_version_is_named(store, tmp_path):
     disk.write(tmp_path, manifest(), store)
-    path = tmp_path / "job" / "3.7" / "node1" / "manifest"
+    path = tmp_path / "job" / "3.7" / "node1.end" / "manifest"
     data = bytearray(path.read_bytes())
     data[8] = 9
     path.write_bytes(data)
@@ -306,7 +322,7 @@ def test_a_file_of_another_version_is_named(store, tmp_path):
 
 def test_a_file_that_others_could_have_written_is_refused(store, tmp_path):
     disk.write(tmp_path, manifest(), store)
-    folder = tmp_path / "job" / "3.7" / "node1"
+    folder = tmp_path / "job" / "3.7" / "node1.end"
     (folder / "rank0.recording").chmod(0o622)
     with pytest.raises(StorageError, match="mode 622.* may have been written by others"):
         read_back(folder)

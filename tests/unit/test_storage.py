@@ -24,7 +24,7 @@ from deadpool_plugin.core import api, local
 from deadpool_plugin.core.ledger import Ledger
 from deadpool_plugin.core.placement import buddies_of, held_by
 from deadpool_plugin.core.types import Holding, World
-from deadpool_plugin.errors import ConfigError, StorageError
+from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.mirror import disk
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.rendezvous import Hello, Stored
@@ -56,8 +56,9 @@ def content(rank: int, step: int) -> bytes:
     return random.Random(f"{rank} {step}").randbytes(PAYLOAD_BYTES)
 
 
-def hold(on: Host, rank: int, step: int, own: bool) -> None:
-    store, profile = on.store, local.RankReady(rank, 4096, PAYLOAD_BYTES, "layout", (rank,), b"recording")
+def hold(on: Host, rank: int, step: int, own: bool, replicas: tuple[int, ...] = (), payload: bool = True) -> None:
+    store, replicas = on.store, replicas or (rank,)
+    profile = local.RankReady(rank, 4096, PAYLOAD_BYTES, "layout", replicas, b"recording")
     if own:
         pair = store.own(rank) or store.create_own(rank, 4096, PAYLOAD_BYTES)
     else:
@@ -66,11 +67,11 @@ def hold(on: Host, rank: int, step: int, own: bool) -> None:
     pair.payload(step)[:] = content(rank, step)
     pair.seal(step, GENERATION, "layout", b"scalars")
     if own:
-        store.staged(rank, step, 0, (rank,))
+        store.staged(rank, step, 0, replicas)
         on.mirroring.adopt(profile)
     else:
         encoded = present(pair.sealed(step)).encoded
-        store.finish_mirror(pair, encoded, 0, Holding(rank, step, True, (rank,)), [], ())
+        store.finish_mirror(pair, encoded, 0, Holding(rank, step, payload, replicas), [], ())
         store.recordings[rank] = msgspec.msgpack.encode(profile)
     store.history(rank).append(step, *(b"step %d" % one for one in range(step + 1)))
 
@@ -108,7 +109,7 @@ def test_every_rank_is_found_whatever_became_of_one_host_or_file(tmp_path, seed)
     before = {node: tmp_path / ("all" if shared else f"disk{node}") for node in WORLD.members}
     flushed({node: before[node] for node in (0, 1, 2)})
     if (what := draw.choice(["wiped", "damaged", "well"])) == "wiped":
-        shutil.rmtree(before[wiped := draw.randrange(3)] / "job" / f"{GENERATION}.{STEP}" / f"node{wiped}")
+        shutil.rmtree(before[wiped := draw.randrange(3)] / "job" / f"{GENERATION}.{STEP}" / f"node{wiped}.end")
     elif what == "damaged":
         path = draw.choice(sorted(path for path in tmp_path.rglob("rank*") if path.is_file()))
         data = bytearray(path.read_bytes())
@@ -171,12 +172,22 @@ def folders(top: Path) -> list[str]:
     return sorted(path.name for path in (top / "job").iterdir())
 
 
+async def settled(on: Host) -> None:
+    while on.storage._tasks._tasks:
+        await asyncio.sleep(0)
+
+
+def make_all(on: Host, step: int) -> None:
+    for rank in held_by(WORLD, 0, 1):
+        hold(on, rank, step, own=WORLD.node_of[rank] == 0)
+
+
 def test_while_the_job_runs_the_newest_steps_that_all_have_written_stay(tmp_path):
     """Step 2 was written here, and not by all: it goes when the steps around it do."""
 
     async def run(on: Host) -> None:
         for step in range(6):
-            hold(on, 0, step, own=True)
+            make_all(on, step)
             on.storage.write(GENERATION, step)
             await settled(on)
             if step != 2:
@@ -184,36 +195,95 @@ def test_while_the_job_runs_the_newest_steps_that_all_have_written_stay(tmp_path
             await settled(on)
             assert folders(tmp_path) == [f"{GENERATION}.{one}" for one in range(step + 1) if one >= kept[step]]
 
-    async def settled(on: Host) -> None:
-        while on.storage._tasks._tasks:
-            await asyncio.sleep(0)
-
     kept = {0: 0, 1: 0, 2: 0, 3: 1, 4: 3, 5: 4}
     on = Host(0, tmp_path)
     asyncio.run(run(on))
-    assert [one.step for one in on.fed if isinstance(one, api.StepWritten)] == [*range(6)]
+    assert on.fed == [api.StepWritten(step, GENERATION) for step in range(6)]
+    free(on.store)
+
+
+def test_a_step_that_training_has_replaced_is_left_out_and_said(tmp_path):
+    async def run(on: Host) -> None:
+        make_all(on, STEP)
+        present(on.store.own(1)).invalidate(STEP + 1)
+        present(on.store.own(1)).drop_newer(STEP - 1)
+        on.storage.write(GENERATION, STEP)
+        await settled(on)
+
+    on = Host(0, tmp_path)
+    asyncio.run(run(on))
+    assert on.fed == [api.StepWritten(STEP, GENERATION, False)]
+    (note,) = [said.text for said in on.said if isinstance(said, events.Note)]
+    assert note.endswith("step 5 of rank(s) 1 is not in memory any more") and not disk.shelves(tmp_path / "job")[0]
     free(on.store)
 
 
 def test_what_cannot_be_written_while_the_job_runs_is_said_and_disturbs_nobody(tmp_path, monkeypatch):
     async def run(on: Host) -> None:
-        hold(on, 0, STEP, own=True)
+        make_all(on, STEP)
         async with on.storage._writing:
             on.storage.write(GENERATION, STEP)
-        monkeypatch.setattr(disk, "write", full)
+            await settled(on)
+        monkeypatch.setattr(disk, "_write_file", full)
         on.storage.write(GENERATION, STEP)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await settled(on)
 
     def full(*arguments: object, **more: object) -> None:
-        raise StorageError("the disk is full")
+        raise OSError(28, "No space left on device")
 
     on = Host(0, tmp_path)
     asyncio.run(run(on))
     busy, failed = [said.text for said in on.said if isinstance(said, events.Note)]
     assert "step 5 is not written to" in busy and "an earlier one still is" in busy
-    assert failed.endswith("a later one will be: the disk is full") and not on.fed
+    assert failed.endswith("cannot be written: No space left on device")
+    assert on.fed == [api.StepWritten(STEP, GENERATION, False)] * 2
     free(on.store)
+
+
+def test_a_disk_that_does_not_answer_is_not_asked_again_while_the_job_runs(tmp_path, monkeypatch):
+    async def run(on: Host) -> None:
+        make_all(on, STEP)
+        on.node.host.at_files = lambda work: asyncio.Event().wait()  # type: ignore[method-assign,assignment,return-value]
+        for _ in range(2):
+            on.storage.write(GENERATION, STEP)
+            await settled(on)
+
+    monkeypatch.setattr("deadpool_plugin.agent.storage.STORING_S", 0.01)
+    on = Host(0, tmp_path)
+    asyncio.run(run(on))
+    hangs, after = [said.text for said in on.said if isinstance(said, events.Note)]
+    assert "has not taken it within 0.01 s, and is not asked again" in hangs and "an earlier one still is" in after
+    free(on.store)
+
+
+def test_files_of_hosts_that_are_no_more_are_told_of(tmp_path):
+    """Of more hosts than each could tell of: a host tells of its own, and of those whose number nobody has now."""
+    for node in range(12):
+        on = Host(node, tmp_path)
+        hold(on, node % 6, STEP, own=False)
+        asyncio.run(on.storage.flush(GENERATION, STEP))
+        free(on.store)
+    told = {node: present(Host(node, tmp_path).hello(tmp_path / "job").stored).holdings for node in (0, 1)}
+    assert len(told[0]) == len(told[1]) == 6
+    few = present(Host(0, tmp_path).hello(tmp_path / "job").stored)
+    assert {held.rank for _, held in few.holdings} == {0, *(node % 6 for node in range(3, 12))}
+
+
+def test_payloads_of_replicas_are_read_wherever_they_are(tmp_path):
+    """Two hosts change places: each has the payload of the rank that the other one runs now, and its own's header."""
+    two = World(0, (0, 1), ())
+    for node in (0, 1):
+        on = Host(node, tmp_path / f"disk{node}")
+        on.node.world = two
+        hold(on, node, STEP, own=True, replicas=(0, 1))
+        hold(on, 1 - node, STEP, own=False, replicas=(0, 1), payload=False)
+        asyncio.run(on.storage.flush(GENERATION, STEP))
+        free(on.store)
+    hosts, _ = resumed({0: tmp_path / "disk1", 1: tmp_path / "disk0"}, two)
+    point = Ledger({node: on.store.holdings() for node, on in hosts.items()}).restore_point(two, (0, 1))
+    assert not isinstance(point, str) and point.step == STEP
+    for on in hosts.values():
+        free(on.store)
 
 
 def test_another_command_or_version_is_refused(tmp_path):
@@ -270,9 +340,8 @@ def test_records_whose_beginning_was_dropped_are_refused(tmp_path):
 def offered(node: int, *held: tuple[int, int, int], job: str = "job", ranks: int = 2) -> Hello:
     """A node that sees snapshots (generation, rank, step)."""
     holdings = tuple((generation, Holding(rank, step, True, (rank,))) for generation, rank, step in held)
-    stored = Stored(
-        job, ["train.py"], {}, ranks, max(((one, step) for one, _, step in held), default=(0, -1)), holdings
-    )
+    committed = tuple({(generation, step) for generation, _, step in held})
+    stored = Stored(job, ["train.py"], {}, ranks, committed, holdings)
     return Hello(node, f"h{node}", ("h", 1), (("h", 2),), 1, {}, "", stored=stored)
 
 
@@ -294,7 +363,7 @@ def test_a_step_that_is_held_twice_is_preferred_to_one_that_all_had_only_begun_t
     """Of step 9, which was not committed, a damaged file would be the end."""
     own = {0: (0, 0, 9), 1: (0, 1, 9)}
     hellos = [offered(node, (0, 0, 8), (0, 1, 8), own[node]) for node in (0, 1)]
-    told = [msgspec.structs.replace(present(hello.stored), committed=(0, 8)) for hello in hellos]
+    told = [msgspec.structs.replace(present(hello.stored), committed=((0, 8),)) for hello in hellos]
     hellos = [msgspec.structs.replace(hello, stored=its) for hello, its in zip(hellos, told, strict=True)]
     assert beginning(TWO, hellos, ["train.py"], 1)[:2] == (0, 8)
 
