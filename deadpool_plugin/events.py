@@ -140,16 +140,20 @@ class HistoryFilling(Event, frozen=True):
 
 
 class StateWritten(Event, frozen=True):
-    """What this node held of `step` is on disk, in the job's folder `path`: another job can go on from it."""
+    """The state of `step` that this node held is on disk, in the job's folder `path`: another job can go on from it."""
 
     step: int
     path: str
     nbytes: int = 0
     duration_s: float = 0.0
 
+    @property
+    def gib(self) -> float:
+        return self.nbytes / (1 << 30)
+
 
 class StateLost(Event, frozen=True):
-    """What this node held could not be written to disk when the job ended."""
+    """The state that this node held could not be written to disk when the job ended."""
 
     reason: str = ""
 

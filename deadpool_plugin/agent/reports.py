@@ -42,6 +42,8 @@ SENTENCES: dict[type[events.Event], str] = {
     events.NodeFenced: "node {0.node} leaves the job: {0.reason}",
     events.JobFinished: "the job has finished",
     events.PeerRefused: "{0.reason}",
+    events.StateWritten: "node {0.node}: the state of step {0.step} is in {0.path} ({0.gib:.2f} GiB in "
+    "{0.duration_s:.1f} s); once the job has ended, `resume: {0.path}` goes on from it",
     events.StateLost: "node {0.node}: its state is lost: {0.reason}",
     events.JobResumed: "the job goes on from step {0.step} of the job in {0.path}",
     events.RehearsalFailed: "node {0.node} cannot stand in for rank {0.rank}: {0.reason}",
@@ -214,10 +216,6 @@ def sentence(event: events.Event) -> str:
             far = f"step {step} of {target} ({100 * step // max(1, target)} %)" if target >= step else f"step {step}"
             far = f"{far}; about {left_s:.0f} s are left" if target >= step and left_s >= 0 else far
             return f"rank {rank}'s new process on node {event.node} replays past steps; it has reached {far}"
-        case events.StateWritten(step=step, path=path, nbytes=nbytes, duration_s=took_s):
-            size = f"{nbytes / (1 << 30):.2f} GiB in {took_s:.1f} s"
-            then = f"once the job has ended, `resume: {path}` goes on from it"
-            return f"node {event.node}: the state of step {step} is in {path} ({size}); {then}"
         case events.Note(text=text):
             return text if text.startswith("node ") else f"node {event.node}: {text}"
     return SENTENCES.get(type(event), "").format(event)

@@ -160,18 +160,11 @@ class Processes:
                     ends = {ctx.world.node_of[peer] for peer in peers}
                     what = f"a training connection of rank {rank} broke, and no host is lost: {reason}"
                     ctx.get_stuck(what, tuple(ends) if len(ends) == 1 else (ctx.node,))
-            case api.SpareRehearsed(local_slot, rank):
-                self.rehearsing.done(local_slot, rank)
-            case api.SpareFailed(local_slot, rank, reason):
-                self.rehearsing.failed(local_slot, rank, reason)
-            case api.SpareUnable(reason):
-                self.rehearsing.doubt(reason)
-            case api.SpareDropped(local_slot, rank):
-                self.rehearsing.dropped(local_slot, rank)
-            case api.SpareFull(local_slot, rank):
-                self.rehearsing.full(local_slot, rank)
-            case api.SpareShort():
-                self.rehearsing.short()
+            case (
+                api.SpareRehearsed() | api.SpareFailed() | api.SpareUnable() | api.SpareDropped() | api.SpareFull()
+                | api.SpareShort()
+            ):  # fmt: skip
+                self.rehearsing.take_in(event)
             case api.WorkerLost(rank, reason):
                 return self._lose(Failure(rank, -1, reason))
             case api.WorkerFailed(rank, exit_code, reason):

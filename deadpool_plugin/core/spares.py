@@ -11,6 +11,7 @@ What fails for want of a lost source does not count. Only the coordinator runs `
 
 from __future__ import annotations
 
+from . import api
 from .api import EndRehearsal, RunSpareCommand, SpareCommandEnded, StartRehearsal
 from .context import Context
 from .events import (
@@ -190,6 +191,22 @@ class Rehearsing:
         self._retry_at.pop((slot, rank), None)
         self._uncover((slot, rank))
         self._ctx.act(StartRehearsal(slot, rank, source))
+
+    def take_in(self, event: api.Input) -> None:
+        """Take in what becomes of the rehearsals of this node."""
+        match event:
+            case api.SpareRehearsed(local_slot, rank):
+                self.done(local_slot, rank)
+            case api.SpareFailed(local_slot, rank, reason):
+                self.failed(local_slot, rank, reason)
+            case api.SpareUnable(reason):
+                self.doubt(reason)
+            case api.SpareDropped(local_slot, rank):
+                self.dropped(local_slot, rank)
+            case api.SpareFull(local_slot, rank):
+                self.full(local_slot, rank)
+            case api.SpareShort():
+                self.short()
 
     def done(self, slot: int, rank: Rank) -> None:
         ctx = self._ctx

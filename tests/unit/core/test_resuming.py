@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 
 from deadpool_plugin.core import api, events
-from deadpool_plugin.core.controller import Controller, Phase
-from deadpool_plugin.core.policy import Timing
+from deadpool_plugin.core.controller import Phase
 from deadpool_plugin.core.types import Holding, NodeId, SwapPlan, World
+
+from .wired import Wired
 
 WORLD = World(0, (0, 0, 1, 1, 2, 2), (3,))
 STEP = 7
 
 
-class Job:
-    """Controllers of all nodes, which have met; messages arrive in the order in which they were sent."""
+class Job(Wired):
+    """Nodes that have met."""
 
     def __init__(self) -> None:
-        self.controllers = {node: Controller(node, Timing()) for node in WORLD.members}
-        self.actions = list[tuple[NodeId, api.Action]]()
-        self.now = 0.0
-        self._queue: deque[tuple[NodeId, api.Input]] = deque()
+        super().__init__(WORLD)
         for node in WORLD.members:
             self.feed(node, api.WorldFormed(WORLD, STEP))
-
-    def feed(self, node: NodeId, event: api.Input) -> None:
-        self._queue.append((node, event))
-        while self._queue:
-            to, what = self._queue.popleft()
-            if to not in self.controllers:
-                continue
-            for action in self.controllers[to].step(what, self.now):
-                self.actions.append((to, action))
-                if isinstance(action, api.Send):
-                    self._queue.append((action.to, api.Received(to, action.message)))
 
     def read(self, node: NodeId, *ranks: int) -> None:
         for rank in ranks:
@@ -68,7 +53,7 @@ def test_all_take_one_plan_once_all_have_read_and_a_store_is_offered():
     job.feed(1, api.StoreOffered("store", 0, True))
     job.tick()
     assert job.plans().keys() == job.controllers.keys()
-    (plan,) = {id(plan): plan for plan in [job.plans()[0]]}.values()
+    plan = job.plans()[0]
     assert all(one == plan for one in job.plans().values())
     assert plan.restore_step == STEP and plan.world.node_of == WORLD.node_of and plan.store == "store"
     assert plan.lost_ranks == tuple(range(6)) and not plan.sources and not plan.lost_nodes
@@ -101,9 +86,7 @@ def test_what_is_not_whole_ends_the_job_at_once_and_says_so():
 def test_a_host_that_is_lost_while_files_are_read_ends_the_job_without_harm(lost):
     job = Job()
     job.read(1, 2, 3)
-    del job.controllers[lost]
-    for node in tuple(job.controllers):
-        job.feed(node, api.LinkLost(lost, "connection reset"))
+    job.lose(lost)
     job.tick()
     (reason,) = job.stops()
     assert f"node {lost} was lost" in reason and "the files of the earlier job are as they were: start again" in reason
@@ -114,8 +97,6 @@ def test_a_host_that_is_lost_when_all_is_read_is_replaced():
     for node, ranks in ((0, (0, 1, 4, 5)), (1, (2, 3, 0, 1)), (2, (4, 5, 2, 3)), (3, ())):
         job.read(node, *ranks)
     job.feed(1, api.StoreOffered("store", 0, True))
-    del job.controllers[2]
-    for node in tuple(job.controllers):
-        job.feed(node, api.LinkLost(2, "connection reset"))
+    job.lose(2)
     plan = job.plans()[0]
     assert plan.world.node_of == (0, 0, 1, 1, 3, 3) and plan.lost_ranks == (0, 1, 2, 3)

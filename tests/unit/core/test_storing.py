@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from deadpool_plugin.core import api, events
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.policy import Policy, Timing
 from deadpool_plugin.core.types import Holding, NodeId, Step, World
 
+from .wired import Wired
+
 WORLD = World(0, (0, 1, 2), (3,))
 EVERY_S = 1.0
 
 
-class Job:
-    """Controllers of a job in training; messages arrive in the order in which they were sent."""
+class Job(Wired):
+    """A job in training."""
 
     def __init__(self) -> None:
-        policy = Policy(store_every_s=EVERY_S)
-        self.controllers = {node: Controller(node, Timing(), policy) for node in WORLD.members}
-        self.actions, self.now = list[tuple[NodeId, api.Action]](), 0.0
-        self._queue: deque[tuple[NodeId, api.Input]] = deque()
+        super().__init__(WORLD, Policy(store_every_s=EVERY_S))
         for node in WORLD.members:
             self.feed(node, api.WorldFormed(WORLD))
         self.feed(0, api.StoreOffered("store"))
         for rank, home in enumerate(WORLD.node_of):
             self.feed(home, api.WorkerReady(rank))
             self.feed(home, api.StoreOffered(f"store {rank}"))
-
-    def feed(self, node: NodeId, event: api.Input) -> None:
-        self._queue.append((node, event))
-        while self._queue:
-            to, what = self._queue.popleft()
-            if to not in self.controllers:
-                continue
-            for action in self.controllers[to].step(what, self.now):
-                self.actions.append((to, action))
-                if isinstance(action, api.Send):
-                    self._queue.append((action.to, api.Received(to, action.message)))
 
     def commit(self, step: Step, after_s: float = 0.3, generation: int = 0) -> None:
         self.now += after_s
@@ -106,9 +92,7 @@ def test_a_step_is_whole_once_all_that_run_ranks_have_written_it():
 def test_after_a_swap_it_begins_anew_and_what_was_written_before_does_not_count():
     job = Job()
     job.commit(0)
-    del job.controllers[1]
-    for node in tuple(job.controllers):
-        job.feed(node, api.LinkLost(1, "connection reset"))
+    job.lose(1)
     assert {one.generation for one in job.controllers.values()} == {1}
     job.written(0)
     assert not job.stored()
