@@ -144,12 +144,8 @@ class StateWritten(Event, frozen=True):
 
     step: int
     path: str
-    nbytes: int = 0
+    gib: float = 0.0
     duration_s: float = 0.0
-
-    @property
-    def gib(self) -> float:
-        return self.nbytes / (1 << 30)
 
 
 class StateLost(Event, frozen=True):

@@ -150,7 +150,7 @@ class Storage:
         if not written.snapshots:
             return
         job_dir, took_s = store_dir.absolute() / manifest.job, loop_time() - began
-        node.reports.emit(events.StateWritten(committed, str(job_dir), written.nbytes, took_s))
+        node.reports.emit(events.StateWritten(committed, str(job_dir), written.nbytes / (1 << 30), took_s))
 
     def _manifest(self, generation: Generation, step: Step) -> Manifest:
         node = self._node
